@@ -1,4 +1,4 @@
-"""Algorithms of a collective as rows: a file has a kernel and registers a row, in the package or outside."""
+"""Table of all-reduce algorithms. A file in the package or outside has a kernel and registers a row."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,11 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Symmetric memory that an object will allocate: shape and dtype by name.
+# Symmetric memory to allocate: shape and dtype by name.
 BufferSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
-
-
-# Makes a launch again, for another `out` and `x`; None if it cannot.
+# Repeats a launch for another `out` and `x`; None: not possible.
 Again = Callable[[torch.Tensor, torch.Tensor], None] | None
 
 
@@ -18,7 +16,7 @@ class Call(NamedTuple):
     """The tensors of one launch.
 
     Attributes:
-        out, x: contiguous [count] of one dtype, apart or the same; `count` is equal on all ranks.
+        out, x: contiguous [count] of one dtype, disjoint or the same; `count` is equal on all ranks.
         tag: encodes the arguments on which the ranks have agreed; see `collective.call_word`.
         zero_copy: `x` has the same offset in every PE's heap, and so has `out` unless `overwrite_x`.
         overwrite_x: the kernel may use `x`, which is not `out`, as scratch.
@@ -38,18 +36,17 @@ class Algorithm:
     Args:
         name: for `AllReduce(algorithm=name)`.
         launch: `(op, memory, call)` launches the kernel on the current stream. `memory` has the tensors of `buffers` and
-            `counters` by name. It may return `again(out, x)`, which makes the same launch for other tensors of this size,
-            dtype, alignment to 16 bytes, tag and options; at other offsets only where `call` is not zero_copy.
-        capacity: `(op)` -> bytes that a launch takes; a larger tensor is reduced in pieces. A multiple of 16.
-        buffers: `(op)` -> shape and dtype, by name, of symmetric memory, which is zeroed.
-        counters: `(op)` -> number, by name, of uint64 words of this rank alone, which are zeroed.
-        auto_up_to: `(op)` -> bytes up to which "auto" chooses the row; of several, the one registered last. 0: only by
-            name.
+            `counters` by name. It may return `again(out, x)`, which repeats the launch for other tensors of this size,
+            dtype, alignment to 16 bytes, tag and options; at other offsets only if `call` is not zero_copy.
+        capacity: `(op)` -> largest tensor of a launch in bytes; larger ones are reduced in pieces. A multiple of 16.
+        buffers: `(op)` -> shape and dtype, by name, of zeroed symmetric memory.
+        counters: `(op)` -> number, by name, of zeroed uint64 words in local memory.
+        auto_up_to: `(op)` -> bytes up to which "auto" chooses the row; the last registered one wins. 0: only by name.
         zero_copy: launches use whole tensors in place, if their offset is the same in all heaps (`Call.zero_copy`).
         dtypes: supported dtypes; None: all of `AllReduce.DTYPES`.
-        across_nodes: works between PEs that are not mapped; else AllReduce(algorithm=name) uses its form by node there.
-        is_exact: sums are made in the order of the PEs in float32 and rounded once, like all other rows. Inexact rows are
-            chosen only by name, and are an error between PEs that are not mapped, unless `across_nodes`.
+        across_nodes: supports PEs that are not mapped; otherwise AllReduce(algorithm=name) sums by node there.
+        is_exact: sums are in float32, in the order of the PEs, and rounded once, like all other rows. Inexact rows are
+            chosen only by name, and raise between PEs that are not mapped, unless `across_nodes`.
     """
 
     name: str
@@ -64,7 +61,7 @@ class Algorithm:
     is_exact: bool = True
 
 
-# Of all-reduce, by name, in the order of registration.
+# By name, in the order of registration.
 ALGORITHMS: dict[str, Algorithm] = {}
 
 

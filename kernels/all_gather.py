@@ -1,4 +1,4 @@
-"""All-gather by push: every PE puts its part into the same place of the output of every PE."""
+"""All-gather by push: every PE puts its part to the same offset of the output of every PE."""
 
 import functools
 
@@ -18,6 +18,7 @@ from .collective import (
     Nodes,
     announce,
     check_chunk,
+    end_call,
     piece_number,
     slice_elements,
 )
@@ -27,10 +28,10 @@ from .launches import VECTORS, Launch
 # ---------------------------------------------------------------------------------------------------------------------
 # All-gather over nodes of several PEs: a part crosses the network once per node, and is forwarded there.
 #
-# Every PE puts its part, piece by piece, to the PEs with its index in the other nodes (`Nodes.forwarder`); these put a
-# piece to the PEs of their own node while the next one is in flight. Blocks share each part; block b waits for blocks b
-# of its peers alone. Calls need no barrier between them. PEs that make another call are left out, as in exchange.py: a PE
-# that gets a part makes the same call as its source and as its forwarder, so these two also agree.
+# Every PE puts its part in pieces to the PEs with its index in the other nodes (`Nodes.forwarder`), which put a piece to
+# the PEs of their own node while the next one is in flight. Blocks share each part; block b waits only for blocks b of its
+# peers. Calls need no barrier between them. No data move between PEs that make different calls, as in exchange.py: a PE
+# that receives a part makes the same call as its source and as its forwarder, so these two also agree.
 
 
 @tsn.jit(name="node_all_gather")
@@ -42,15 +43,12 @@ def node_all_gather(
 
     Args:
         n_pes: number of PEs, at most `threads`.
-        node_size: PEs of a node, or a tuple of every node's.
+        node_size: PEs per node, or a tuple with the size of every node.
         chunk_bytes: bytes of a piece.
-        dtype: of `out` [n_pes, count] and `x` [count], both symmetric; count is taken from the tensors.
-        threads, blocks: launch geometry; all blocks must be able to run at once.
-        in_place: `x` is `out[my_pe]` already.
-        engine, unroll, ring: see `tilescale_net.language.put_block`.
-        least_bytes: of a block's slice, see `slice_elements`; the same on all PEs.
+        dtype: dtype of `out` [n_pes, count] and `x` [count], both symmetric.
+        threads, blocks, in_place, engine, unroll, ring, least_bytes: as in `exchange`.
 
-    Other arguments: as of `exchange`. Calls of the two kernels may not share signals.
+    Other arguments: as in `exchange`. Calls of the two kernels must not share signals.
     """
     count = T.dynamic("count", "int64")
     of = Nodes.of(n_pes, node_size)
@@ -75,12 +73,9 @@ def node_all_gather(
             home, size = me - index, of.size(node)
             call = calls[block] + T.uint64(1)
             share = slice_elements(count, blocks, dtype, least_bytes)
-            first = T.alloc_var("int64")
-            first = T.min(share * block, count)
-            end = T.alloc_var("int64")
-            end = T.min(first + share, count)
-            pieces = T.alloc_var("int64")
-            pieces = T.ceildiv(end - first, T.int64(chunk))
+            first = T.alloc_var("int64", T.min(share * block, count))
+            end = T.alloc_var("int64", T.min(first + share, count))
+            pieces = T.alloc_var("int64", T.ceildiv(end - first, T.int64(chunk)))
             agrees = T.alloc_shared((n_pes,), "int32")
             if block == 0 and thread < n_pes:
                 announce(ready, me, call, tag, thread)
@@ -130,9 +125,7 @@ def node_all_gather(
                     if same != 0 and agrees[of.forwarder(node, of.index_of(thread))] != 0:
                         N.wait(arrived[thread, block], "ge", piece_number(call, pieces))
                     N.quiet(thread)
-            T.sync_threads()
-            if thread == 0:
-                calls[block] = call
+            end_call(calls, block, call, thread)
 
     return main
 
@@ -157,13 +150,13 @@ class AllGather(Exchange):
 
     Args:
         threads: see `Collective`.
-        blocks: of a launch; default 64, in the simulator 16.
-        engine, unroll, ring: of puts, see `put_block`.
-        stores_from: bytes of `x`, see `algorithm`.
-        algorithm: "stores" to mapped PEs if `x`, `out` and its parts are aligned to 16 bytes, else puts; "puts" always;
-            "auto": few bytes by packets (packets.py; buffered.py between nodes), others by puts and, from `stores_from`
-            bytes of `x`, by stores.
-        once_per_node: if nodes have several ranks, a part crosses the network once per node; else once per rank.
+        blocks: blocks per launch; default 64, in the simulator 16.
+        engine, unroll, ring: options of puts, see `put_block`.
+        stores_from: minimum bytes of `x` for stores, see `algorithm`.
+        algorithm: "stores": by stores to mapped PEs if `x`, `out` and its parts are aligned to 16 bytes, else by puts;
+            "puts": always by puts; "auto": few bytes by packets (packets.py; buffered.py between nodes), others by puts
+            and, from `stores_from` bytes of `x`, by stores.
+        once_per_node: if nodes have several ranks, a part crosses the network once per node; otherwise once per rank.
         chunk_bytes: bytes of a part that are forwarded within a node while the next bytes are in flight.
         group: the ranks; see `tilescale_net.world`.
 
@@ -173,19 +166,10 @@ class AllGather(Exchange):
     """
 
     def __init__(
-        self,
-        *,
-        threads: int = 512,
-        blocks: int | None = None,
-        engine: str = "auto",
-        unroll: int | None = None,
-        ring: tuple[int, int] | None = None,
-        stores_from: int = STORES_FROM,
-        algorithm: str = "auto",
-        once_per_node: bool = True,
-        chunk_bytes: int = 256 * 1024,
-        group: "tsn.Group" = None,
-    ) -> None:
+        self, *, threads: int = 512, blocks: int | None = None, engine: str = "auto", unroll: int | None = None,
+        ring: tuple[int, int] | None = None, stores_from: int = STORES_FROM, algorithm: str = "auto",
+        once_per_node: bool = True, chunk_bytes: int = 256 * 1024, group: "tsn.Group" = None,
+    ) -> None:  # fmt: skip
         check_chunk("AllGather", chunk_bytes)
         shown = f", once_per_node={once_per_node}, chunk_bytes={chunk_bytes}"
         options = threads, blocks, engine, unroll, ring, stores_from, algorithm, group
@@ -201,7 +185,7 @@ class AllGather(Exchange):
 
         Args:
             out: symmetric, contiguous, [n_pes, *x.shape] or [n_pes * x.shape[0], *x.shape[1:]]. If `takes_any_memory` of
-                x's bytes, it may be ordinary memory, on all ranks or on none.
+                x's bytes, it may be in ordinary memory, on all ranks or on none.
             x: contiguous, of out's dtype, of the same shape on all ranks; may be this PE's own part of `out`. Symmetric if
                 some PEs are on other nodes.
             through: symmetric scratch memory of out's shape and dtype, at the same offset in all heaps, for an `out` in
@@ -209,7 +193,7 @@ class AllGather(Exchange):
                 and all tensors are aligned to 16 bytes.
 
         Returns:
-            `out`. Later work on the stream may write `x` again.
+            `out`. Later work on the stream may overwrite `x`.
 
         Raises:
             TypeError, ValueError, HeapError: a wrong argument, by name; nothing was sent.
@@ -249,8 +233,9 @@ class AllGather(Exchange):
 
     def _new_launch(self, by_vectors: bool, in_place: bool, staged: bool) -> Launch:
         if by_vectors:
-            where = dict(staged=True) if staged else dict(in_place=in_place)
-            kernel = all_gather_mapped(self.n_pes, **self._mapped_options, **where)
+            kernel = all_gather_mapped(
+                self.n_pes, **self._mapped_options, in_place=in_place and not staged, staged=staged
+            )
             return self._launch_of(kernel, VECTORS, VECTORS, staged)
         if self._over_nodes:
             geometry = self.node_size, self._chunk_bytes

@@ -1,17 +1,17 @@
 """All-reduce: the host class, which chooses an algorithm by the number of bytes.
 
-    one_shot        few floats: all send all to all, data are their own flags    all_reduce_push.py
-    two_shot_push   more floats, or outside of symmetric memory: every PE adds up its part; data are their own flags
-    packets         few bytes of other types: flags travel beside the data       packets.py
-    two_shot        the rest: every PE reads and adds up its part                all_reduce_two_shot.py
-    two_shot_pull   by name: so, and sums are read where they were made, as      all_reduce_two_shot.py
-                    two_shot does from 64 MiB on between more than two PEs
-    fp8             by name alone: data travel as FP8, with an error              all_reduce_fp8.py
+    one_shot        few floats: every PE sends all data to all; data are their own flags      all_reduce_push.py
+    two_shot_push   more floats, or ordinary memory: every PE sums its part, likewise         all_reduce_push.py
+    packets         few bytes of other types: packets of data and flag                        packets.py
+    two_shot        larger tensors: every PE reads and sums its part                          all_reduce_two_shot.py
+    two_shot_pull   by name: as two_shot, but peers read the sums from the PE that made       all_reduce_two_shot.py
+                    them, as two_shot does from 64 MiB on between more than two PEs
+    fp8             by name only: data are sent as FP8, with an error                         all_reduce_fp8.py
 
-Each file has a row (`Algorithm`) or two; `register_algorithm` adds rows, also from outside of the package.
-All but "fp8" add up in the order of the PEs, in float32, and round once: the result does not show the algorithm. If some
-PEs are on other nodes, a reduce-scatter and an all-gather replace them; small tensors are sent whole and added up
-everywhere, which saves one of two exchanges over the network (buffered.py). Either way a node's sum is rounded too.
+Each file has one or two rows (`Algorithm`); `register_algorithm` adds rows, also from outside of the package.
+All but "fp8" sum in the order of the PEs, in float32, and round once, so results do not depend on the algorithm. If some
+PEs are on other nodes, a reduce-scatter and an all-gather replace these; small tensors are sent whole and summed by every
+PE, which saves one of two exchanges over the network (buffered.py). Either way a node's sum is rounded too.
 """
 
 import functools
@@ -29,7 +29,7 @@ from .all_reduce_fp8 import ALL_REDUCE_FP8
 from .all_reduce_push import ONE_SHOT, TWO_SHOT_PUSH
 from .all_reduce_two_shot import TWO_SHOT, TWO_SHOT_PULL
 from .buffered import MOST_BYTES, MOST_BYTES_PER_RANK, Buffers, Parted
-from .collective import Collective
+from .collective import Collective, is_integer
 from .packets import PACKETS
 from .reduce_scatter import ReduceScatter
 from .sums import VECTOR_BYTES
@@ -45,11 +45,11 @@ class AllReduce(Collective):
 
     Args:
         threads, blocks: see `Collective`.
-        staging_bytes: tensors outside the symmetric heap are reduced in chunks of this many bytes, of floats of up to 32 bits
+        staging_bytes: tensors outside the symmetric heap are reduced in chunks of this many bytes, floats of up to 32 bits
             in chunks of twice as many; up to ten times as many bytes are allocated in the heap, and up to 8 MiB for small
             tensors.
         algorithm: "one_shot", "two_shot_push", "packets", "two_shot", "two_shot_pull", a name of `register_algorithm`, or
-            "auto": by the size. "fp8": data travel as FP8, in half the bytes of bfloat16, with the error that
+            "auto": by the size. "fp8": data are sent as FP8, in half the bytes of bfloat16, with the error that
             `all_reduce_fp8` states; for tensors of some MiB and more, of floats of up to 32 bits, if all PEs are mapped;
             takes 32 times `staging_bytes` of the heap.
         once_per_node: as in `AllGather`.
@@ -65,18 +65,12 @@ class AllReduce(Collective):
     DTYPES = ReduceScatter.DTYPES
 
     def __init__(
-        self,
-        *,
-        threads: int = 512,
-        blocks: int = 64,
-        staging_bytes: int = 4 << 20,
-        algorithm: str = "auto",
-        once_per_node: bool = True,
-        group: "tsn.Group" = None,
-    ) -> None:
+        self, *, threads: int = 512, blocks: int = 64, staging_bytes: int = 4 << 20, algorithm: str = "auto",
+        once_per_node: bool = True, group: "tsn.Group" = None,
+    ) -> None:  # fmt: skip
         if algorithm not in ("auto", *ALGORITHMS):
             raise ValueError(f"AllReduce: algorithm is {algorithm!r}; it must be auto, {', '.join(ALGORITHMS)}")
-        if isinstance(staging_bytes, bool) or not isinstance(staging_bytes, int) or staging_bytes < 1:
+        if not is_integer(staging_bytes):
             raise ValueError(f"AllReduce: staging_bytes is {staging_bytes!r}; it must be a positive number of bytes")
         shown = f"staging_bytes={staging_bytes}, algorithm={algorithm}, once_per_node={once_per_node}"
         super().__init__("AllReduce", shown, threads, blocks, group)
@@ -127,9 +121,9 @@ class AllReduce(Collective):
         and end at multiples of 16 bytes, or if `x` alone does and may be overwritten.
 
         Returns:
-            `out`, with equal bits on all ranks: sums are made in float32 (float64 and integers in their own type), in the
-            order of the PEs, and rounded once; if nodes have several PEs each, a node's sum is rounded too. Bits do not
-            depend on the algorithm, on other elements or on addresses. With "fp8", rounded as `all_reduce_fp8` states.
+            `out`, bitwise equal on all ranks: sums are in float32 (float64 and integers in their own type), in the order of
+            the PEs, and rounded once; if nodes have several PEs each, a node's sum is rounded too. Bits do not depend on
+            the algorithm, on other elements or on addresses. With "fp8", rounded as `all_reduce_fp8` states.
 
         Raises:
             TypeError, ValueError: a wrong argument, by name; nothing was sent.
@@ -152,18 +146,18 @@ class AllReduce(Collective):
             self._check_apart("out", out, "x", x)
         launch, can_stay, _ = self._choose(out.nbytes, out.dtype)
         overwrite_x = overwrite_x and x.data_ptr() != out.data_ptr()
-        what, zero_copy = "out of shape {} and {}", False
-        if can_stay:  # else tensors are copied anyway, so that their offsets do not matter
-            offsets = [self.place_of_vectors(x)]
+        description, zero_copy = "out of shape {} and {}", False
+        if can_stay:  # else tensors are copied anyway, and their offsets do not matter
+            offsets = [self.aligned_offset(x)]
             if overwrite_x:
-                what = "x of shape {} and {}, which may be overwritten"
+                description = "x of shape {} and {}, which may be overwritten"
             else:
-                offsets.insert(0, self.place_of_vectors(out))
-            zero_copy, tag, noted = self._agree_on_places(what, out.shape, out.dtype, places=offsets)
+                offsets.insert(0, self.aligned_offset(out))
+            zero_copy, tag, noted = self._agree_on_offsets(description, out.shape, out.dtype, offsets=offsets)
             if not zero_copy:
                 launch = self._choose(out.nbytes, out.dtype, copies=True)[0]
         else:
-            tag, noted = self._agree(what, out.shape, out.dtype), (what, out.shape, out.dtype)
+            tag, noted = self._agree(description, out.shape, out.dtype), (description, out.shape, out.dtype)
         if out.numel():
             again = launch(Call(out.view(-1), x.view(-1), tag, zero_copy, overwrite_x))
             if again is not None and key is not None:
@@ -186,8 +180,8 @@ class AllReduce(Collective):
     def _choose(
         self, nbytes: int, dtype: torch.dtype = torch.float32, copies: bool = False
     ) -> tuple[Callable[[Call], Again], bool, int]:
-        """The algorithm of a call of this size; whether it can use tensors in place; and the bytes of a launch that
-        does not. `copies`: never in place."""
+        """The launch of a call of this size; whether it can use tensors in place; and the bytes of a launch that does not.
+        `copies`: never in place."""
         if self.n_pes == 1:
             return self._copy, False, nbytes
         if self._parts is not None:
@@ -209,7 +203,7 @@ class AllReduce(Collective):
             call.out.copy_(call.x)
 
     def _in_pieces(self, launch: Callable[[Call], Again], nbytes: int, call: Call) -> Again:
-        """Launches for pieces of at most this many bytes; one launch for tensors in place."""
+        """Launch pieces of at most this many bytes; tensors in place in one launch."""
         size = call.out.numel() if call.zero_copy else nbytes // call.out.element_size()
         if size >= call.out.numel():
             return self._launch_checked(launch, call)

@@ -1,14 +1,13 @@
-"""All-reduce whose data travel as FP8: half the bytes of BF16, and an error that callers ask for by name.
+"""All-reduce with FP8 data: half the bytes of BF16, with an error, so it is chosen only by name.
 
-Elements travel in blocks of 128 as float8_e4m3fn with one power of two per block; every PE pushes part p of its tensor to PE p,
-which adds up in float32, quantises the sum and pushes it to all. Two PEs send each other the whole tensor instead, and
-each adds up for itself: as many bytes, one exchange and one rounding fewer.
+Elements are sent in blocks of 128 as float8_e4m3fn with one power of two per block; every PE pushes part p of its tensor to
+PE p, which sums in float32, quantises the sum and pushes it to all. Two PEs instead send each other the whole tensor, and
+each sums on its own: as many bytes, one exchange and one rounding fewer.
 
-Data are their own flags, see `N.put_vector`: no signal and no fence stands between the steps. A warp works on chunks of
-ROWS units of 16 elements a lane, 2 KiB of FP8; the exponents of a chunk are one more vector. It pushes all of its chunks of
-`x`, then adds up those that arrive, and a few turns later stores the sums that arrive, and waits for nobody but the same warp of
-other PEs. So links are busy while it loads and while it adds up. Calls take two halves of the memory in turn, as in
-all_reduce_push.py.
+Data are their own flags, see `N.put_vector`; there is no signal and no fence between the steps. A warp processes chunks of
+ROWS units of 16 elements per lane, 2 KiB of FP8; the exponents of a chunk are one more vector. It pushes all of its chunks
+of `x`, then sums arriving chunks, and stores arriving sums a few turns later; it waits only for the same warp of other PEs.
+So links are busy while it loads and sums. Calls alternate between two halves of the memory, as in all_reduce_push.py.
 
 Error. Q(v), the received value of an element v of a block whose largest magnitude is A, 2^a <= A < 2^(a + 1), is v / 2^(a - 7)
 rounded to the nearest float8_e4m3fn and multiplied back; scaling by a power of two is exact. Three bits of mantissa leave an
@@ -58,34 +57,31 @@ SHIFT, LEAST, MOST = 7, 8, 254
 
 @tsn.macro
 def quantise(q, u, packed: T.Ref, values):
-    """q[u] = values[u] in FP8; byte u of `packed` becomes the exponent of its block of LANES lanes, with float32's bias: the
-    scale is 2^(exponent - SHIFT). By whole warps.
+    """q[u] = values[u] in FP8; byte u of `packed` = the exponent of the block of LANES lanes, with float32's bias; the scale
+    is 2^(exponent - SHIFT). Called by whole warps.
     """
-    largest = T.alloc_var("float32")
-    largest = T.float32(0)
+    largest = T.alloc_var("float32", T.float32(0))
     for v in T.unroll(UNIT):
         largest = T.max(largest, T.abs(values[v]))
     for shift in T.unroll(3):
         largest = T.max(largest, T.shfl_xor(largest, 1 << shift))
-    exponent = T.alloc_var("int32")
-    exponent = T.min(T.max(T.reinterpret(largest, "int32") >> 23, LEAST), MOST)
+    exponent = T.alloc_var("int32", T.min(T.max(T.reinterpret(largest, "int32") >> 23, LEAST), MOST))
     packed = packed | (exponent << (8 * u))
-    inverse = T.alloc_var("float32")
-    inverse = T.reinterpret((2 * 127 + SHIFT - exponent) << 23, "float32")
+    inverse = T.alloc_var("float32", T.reinterpret((2 * 127 + SHIFT - exponent) << 23, "float32"))
     for v in T.vectorized(UNIT):
         q[u, v] = T.cast(values[v] * inverse, FP8)
 
 
 @tsn.macro
 def gather_exponents(words, packed):
-    """words [4] = the exponents of a warp's chunk: word g has the exponents of the g-th LANES lanes. By whole warps."""
+    """words [4] = the exponents of a warp's chunk; word g belongs to the g-th LANES lanes. Called by whole warps."""
     for g in T.unroll(4):
         words[g] = T.reinterpret(T.shfl_sync(packed, g * LANES), "float32")
 
 
 @tsn.macro
 def put_chunk(data, exponents, q, words, half, shot, chunk, me, lane, pe):
-    """Put a chunk to `pe`. By a warp."""
+    """Put a chunk to `pe`. Called by a warp."""
     for u in T.unroll(ROWS):
         N.put_vector(data[half, shot, chunk, me * ROWS + u, lane, 0:UNIT], q[u, 0:UNIT], pe)
     if lane == 0:
@@ -94,23 +90,22 @@ def put_chunk(data, exponents, q, words, half, shot, chunk, me, lane, pe):
 
 @tsn.macro
 def take_exponents(words, exponents, half, shot, chunk, first, pes, lane):
-    """words [4] of lane p = the exponents of a chunk of PE first + p, for `pes` PEs, at most 32. By a warp."""
+    """words [4] of lane p = the exponents of a chunk of PE first + p, for `pes` PEs, at most 32. Called by a warp."""
     T.clear(words)
     if lane < pes:
         N.take_vectors(words, exponents[half, shot, chunk, first + lane, 0:4])
 
 
 @tsn.macro
-def take_rows(rows, found, words, data, half, shot, chunk, first, p, pes, lane):
-    """Take a chunk from each of `pes` PEs from first + p on: rows[i * ROWS + u] = the units, and byte u of found[i] = the
-    exponent of this lane's block. By a warp.
+def take_rows(rows, scales_of, words, data, half, shot, chunk, first, p, pes, lane):
+    """Take a chunk from each of the `pes` PEs from first + p on: rows[i * ROWS + u] = the units, byte u of scales_of[i] =
+    the exponent of this lane's block. Called by a warp.
     """
     for i in T.unroll(pes):
         for g in T.unroll(4):
-            word = T.alloc_var("int32")
-            word = T.shfl_sync(T.reinterpret(words[g], "int32"), p + i)
+            word = T.alloc_var("int32", T.shfl_sync(T.reinterpret(words[g], "int32"), p + i))
             if lane // LANES == g:
-                found[i] = word
+                scales_of[i] = word
     N.take_vectors(
         rows[0 : pes * ROWS, 0:UNIT],
         data[half, shot, chunk, (first + p) * ROWS : (first + p + pes) * ROWS, lane, 0:UNIT],
@@ -118,9 +113,9 @@ def take_rows(rows, found, words, data, half, shot, chunk, first, p, pes, lane):
 
 
 @tsn.macro
-def widen(wide, scale: T.Ref, rows, found, p, u):
+def widen(wide, scale: T.Ref, rows, scales_of, p, u):
     """wide [UNIT] times `scale` is the value of rows[p * ROWS + u]."""
-    scale = T.reinterpret((((found[p] >> (8 * u)) & 255) - SHIFT) << 23, "float32")
+    scale = T.reinterpret((((scales_of[p] >> (8 * u)) & 255) - SHIFT) << 23, "float32")
     for v in T.vectorized(UNIT):  # converted in pairs
         wide[v] = T.cast(rows[p * ROWS + u, v], "float32")
 
@@ -131,25 +126,23 @@ def all_reduce_fp8(n_pes, dtype, capacity, aligned=True, threads=288, max_blocks
 
     Args:
         n_pes: number of PEs, all of them mapped.
-        dtype: of `out` and `x` [count]: bfloat16, float16 or float32.
-        capacity: chunks of a part that a call has at most.
+        dtype: dtype of `out` and `x` [count]: bfloat16, float16 or float32.
+        capacity: most chunks of a part in a call.
         aligned: `out` and `x` begin and end at multiples of 16 bytes.
-        threads, max_blocks: launch geometry; one block per chunk of a part, at most max_blocks, all of them at once.
-        lag: turns between a warp's own sum and its store of all PEs' sums.
+        threads, max_blocks: launch geometry; one block per chunk of a part, at most max_blocks, all resident.
+        lag: turns between a warp's sum and its store of all PEs' sums.
         dependent: as in `all_reduce_push`.
 
-    With shots = 1 for two PEs and else 2, `data` (FP8 [2, shots, capacity, n_pes * ROWS, 32, UNIT]), `exponents` (float32 [2,
-    shots, capacity, n_pes, 4], a byte for each block) and `tags` (float32 [2, n_pes, max_blocks, 4]) are symmetric, `calls`
-    (uint64 [max_blocks]) is any device memory; all are zero before the first call and not reset afterwards. `tag` encodes
-    the arguments that must be equal on all PEs; if they differ, `out` is not written, and the difference is reported to
-    `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
+    `data` (FP8 [2, shots, capacity, n_pes * ROWS, 32, UNIT]), `exponents` (float32 [2, shots, capacity, n_pes, 4], a byte per
+    block) and `tags` (float32 [2, n_pes, max_blocks, 4]), with `shots_of(n_pes)` shots, are symmetric, zero before the first
+    call and never reset. `tag`, `status` and `calls` [max_blocks]: see `collective.call_word`.
     """
     count = T.dynamic("count", "int64")
     shots = shots_of(n_pes)
     parts, warps = n_pes if shots == 2 else 1, (threads - AGREEING) // 32
     vector = vector_of(dtype)
-    width = UNIT // vector  # vectors of 16 bytes of x that are a UNIT
-    # PEs whose exponents a warp takes at once, and whose data; all of it unrolled is too much code for an SM's cache.
+    width = UNIT // vector  # vectors of 16 bytes of `x` per UNIT
+    # PEs whose exponents, and whose data, a warp takes at once; unrolling all exceeds an SM's instruction cache.
     groups = [(first, min(32, n_pes - first)) for first in range(0, n_pes, 32)]
     at_once = 2 if n_pes % 2 == 0 else 1
 
@@ -173,24 +166,20 @@ def all_reduce_fp8(n_pes, dtype, capacity, aligned=True, threads=288, max_blocks
             me = N.my_pe()
             warp, lane = thread // 32, thread % 32
             agrees = T.alloc_shared((n_pes,), "int32")
-            call = T.alloc_var("uint64")
-            call = calls[block] + T.uint64(1)
+            call = T.alloc_var("uint64", calls[block] + T.uint64(1))
             half = T.cast(call % T.uint64(2), "int32")
             # Parts are whole chunks.
-            chunks = T.alloc_var("int32")
-            chunks = T.cast(T.ceildiv(count, T.int64(parts * CHUNK)), "int32")
-            used = T.alloc_var("int32")
-            used = T.min(chunks, max_blocks)
-            turns = T.alloc_var("int32")
-            turns = T.ceildiv(chunks, used * warps)
-            given = T.alloc_local((ROWS * width, vector), dtype)
+            chunks = T.alloc_var("int32", T.cast(T.ceildiv(count, T.int64(parts * CHUNK)), "int32"))
+            used = T.alloc_var("int32", T.min(chunks, max_blocks))
+            turns = T.alloc_var("int32", T.ceildiv(chunks, used * warps))
+            loaded = T.alloc_local((ROWS * width, vector), dtype)
             wide = T.alloc_local((UNIT,), "float32")
             totals = T.alloc_local((ROWS, UNIT), "float32")
             rounded = T.alloc_local((width, vector), dtype)
             q = T.alloc_local((ROWS, UNIT), FP8)
             words = T.alloc_local((4,), "float32")
             rows = T.alloc_local((at_once * ROWS, UNIT), FP8)
-            found = T.alloc_local((at_once,), "int32")
+            scales_of = T.alloc_local((at_once,), "int32")
             packed = T.alloc_var("int32")
             scale = T.alloc_var("float32")
             if warp == warps:
@@ -208,13 +197,13 @@ def all_reduce_fp8(n_pes, dtype, capacity, aligned=True, threads=288, max_blocks
                             for u in T.unroll(ROWS):
                                 for w in T.unroll(width):
                                     load_elements(
-                                        given, u * width + w, x, (begin + u * 32) * width + w, count, dtype, aligned
+                                        loaded, u * width + w, x, (begin + u * 32) * width + w, count, dtype, aligned
                                     )
                             packed = 0
                             for u in T.unroll(ROWS):
                                 for w in T.unroll(width):
                                     for v in T.unroll(vector):
-                                        wide[w * vector + v] = T.cast(given[u * width + w, v], "float32")
+                                        wide[w * vector + v] = T.cast(loaded[u * width + w, v], "float32")
                                 quantise(q, u, packed, wide)
                             gather_exponents(words, packed)
                             for other in T.serial(1 if shots == 2 else n_pes):
@@ -233,10 +222,10 @@ def all_reduce_fp8(n_pes, dtype, capacity, aligned=True, threads=288, max_blocks
                             take_exponents(words, exponents, half, 0, chunk, first, pes, lane)
                             for turn_of_pes in T.serial(pes // at_once):
                                 p = turn_of_pes * at_once
-                                take_rows(rows, found, words, data, half, 0, chunk, first, p, at_once, lane)
+                                take_rows(rows, scales_of, words, data, half, 0, chunk, first, p, at_once, lane)
                                 for u in T.unroll(ROWS):
                                     for i in T.unroll(at_once):
-                                        widen(wide, scale, rows, found, i, u)
+                                        widen(wide, scale, rows, scales_of, i, u)
                                         for v in T.unroll(UNIT):
                                             totals[u, v] += scale * wide[v]
                         packed = 0
@@ -260,13 +249,15 @@ def all_reduce_fp8(n_pes, dtype, capacity, aligned=True, threads=288, max_blocks
                                 take_exponents(words, exponents, half, 1, chunk_of_sums, first, pes, lane)
                                 for turn_of_pes in T.serial(pes // at_once):
                                     p = turn_of_pes * at_once
-                                    take_rows(rows, found, words, data, half, 1, chunk_of_sums, first, p, at_once, lane)
+                                    take_rows(
+                                        rows, scales_of, words, data, half, 1, chunk_of_sums, first, p, at_once, lane
+                                    )
                                     for i in T.unroll(at_once):
                                         start = (
                                             T.cast(first + p + i, "int64") * chunks + chunk_of_sums
                                         ) * CHUNK_UNITS + lane
                                         for u in T.unroll(ROWS):
-                                            widen(wide, scale, rows, found, i, u)
+                                            widen(wide, scale, rows, scales_of, i, u)
                                             for v in T.unroll(UNIT):
                                                 wide[v] = scale * wide[v]
                                             store_unit(out, start + u * 32, rounded, wide, count, dtype, aligned)
@@ -278,7 +269,7 @@ def all_reduce_fp8(n_pes, dtype, capacity, aligned=True, threads=288, max_blocks
 
 @tsn.macro
 def store_unit(out, unit, rounded, values, count, dtype, aligned):
-    """The UNIT elements of `out` with this number become `values`, rounded, as far as `out` goes; `rounded` is scratch."""
+    """Unit `unit` of `out`, up to its end, = `values`, rounded; `rounded` is scratch."""
     vector = vector_of(dtype)
     for w in T.unroll(UNIT // vector):
         for v in T.vectorized(vector):
@@ -288,12 +279,12 @@ def store_unit(out, unit, rounded, values, count, dtype, aligned):
 
 
 def shots_of(n_pes: int) -> int:
-    """Number of exchanges of a call."""
+    """Number of exchanges per call."""
     return 1 if n_pes == 2 else 2
 
 
 def rounded_to_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Q of the module's docstring: float32 of the shape of `x`, as the kernel rounds it, bit by bit."""
+    """Q of the module's docstring: float32 in the shape of `x`, bitwise as the kernel rounds."""
     blocks = torch.nn.functional.pad(x.float().view(-1), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
     largest = blocks.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(1, keepdim=True)
     exponent = (largest.view(torch.int32) >> 23).clamp(LEAST, MOST)
@@ -303,9 +294,9 @@ def rounded_to_fp8(x: torch.Tensor) -> torch.Tensor:
     return (q.float() * scale).view(-1)[: x.numel()].view(x.shape)
 
 
-# Warps of a block that move data, and chunks of a part that each of them has at most.
+# Warps of a block that move data, and most chunks of a part per warp.
 WARPS, TURNS = 8, 8
-# Largest share of `staging_bytes` for each rank's FP8 numbers in a launch.
+# FP8 bytes per rank and launch, as a multiple of `staging_bytes`.
 STAGED = 8
 # See `all_reduce_fp8`; with TURNS all sums are stored last.
 LAG = 2
@@ -321,8 +312,8 @@ def _geometry(op) -> tuple[int, int]:
 def _chunks(op) -> int:
     """Most chunks of a part in a call."""
     threads, blocks = _geometry(op)
-    wanted = STAGED * op.staging_bytes // ((op.n_pes if shots_of(op.n_pes) == 2 else 1) * CHUNK)
-    return max(1, min(wanted, (threads - AGREEING) // 32 * blocks * TURNS))
+    chunks = STAGED * op.staging_bytes // ((op.n_pes if shots_of(op.n_pes) == 2 else 1) * CHUNK)
+    return max(1, min(chunks, (threads - AGREEING) // 32 * blocks * TURNS))
 
 
 def _capacity(op) -> int:

@@ -1,9 +1,9 @@
-"""All-reduce with its neighbours in a transformer's layer, in one kernel: the weighted sum of a token's experts before it;
+"""All-reduce fused with neighbouring operators of a transformer's layer: the weighted sum of a token's experts before it;
 bias, residual, RMSNorm and quantisation to FP8 after it.
 
-Rows travel as in all_reduce_push.py, in one shot or two. The block that has summed or received a row keeps it in
-registers and normalises it. If PEs are on other nodes, AllReduce sums and the same kernel does the rest. Results have
-the same bits either way, and a row's bits do not depend on other rows.
+Rows are sent as in all_reduce_push.py, in one shot or two. The block that has summed or received a row keeps it in registers
+and normalises it. If PEs are on other nodes, AllReduce sums and the same kernel does the rest. Results are bitwise equal
+either way, and a row's bits do not depend on other rows.
 """
 
 import functools
@@ -34,6 +34,7 @@ from .collective import (
     all_agree,
     count_call,
     dtype_name,
+    is_integer,
 )
 from .launches import FLAT, Launch
 from .moe.row_ops import FP8, FP8_MAX, GROUP, SMALLEST_AMAX
@@ -41,10 +42,10 @@ from .sums import VECTOR_BYTES, vector_of
 
 FP8_DTYPE = torch.float8_e4m3fn
 
-# Vectors of summed rows that a thread keeps while it normalises them.
+# Most vectors of summed rows per thread during normalisation.
 MOST_VECTORS = 4
 
-# Granularity of FP8 scales: the whole tensor (scale given), a row, or 128 elements of a row.
+# Granularity of FP8 scales: the whole tensor (the caller's scale), a row, or 128 elements of a row.
 PER_TENSOR, PER_TOKEN, PER_BLOCK = "tensor", "token", "block"
 # Also per block, with scales rounded up to powers of two: as float32, or as exponents (UE8M0), four in an int32.
 UE8M0, UE8M0_PACKED = "ue8m0", "ue8m0_packed"
@@ -58,9 +59,9 @@ SPREADS = (4, 2, 1)
 MOST_CHOICES, ROWS_AT_ONCE = 32, 4
 
 # Description of a call in errors, by the presence of residual, bias, total and out.
-_GIVEN = {
+_DESCRIPTIONS = {
     flags: "with "
-    + (", ".join(n for n, there in zip(("residual", "bias", "total", "out"), flags) if there) or "nothing")
+    + (", ".join(n for n, present in zip(("residual", "bias", "total", "out"), flags) if present) or "nothing")
     for flags in itertools.product((False, True), repeat=4)
 }
 
@@ -80,10 +81,10 @@ def add_vector(sums, rows, u, dtype):
 
 
 class Experts(NamedTuple):
-    """Inputs of a token's row; see `ExpertRows`. `top_k`: 0 if `x` has the tokens' rows themselves.
+    """Inputs of a token's row; see `ExpertRows`. `top_k`: 0 if `x` has the tokens' rows.
 
     Attributes:
-        row_index, weights: [tokens, top_k]. shared: [tokens * hidden]. shares: int32, whether there is `shared`.
+        row_index, weights: [tokens, top_k]. shared: [tokens * hidden]. shares: int32, whether `shared` is used.
     """
 
     top_k: int
@@ -100,7 +101,7 @@ def load_input(row, u, x, experts, token, i, hidden, dtype):
     if top_k == 0:
         load_vector(row, u, x, token * hidden + i * vector, dtype)
     else:
-        found = T.alloc_local((ROWS_AT_ONCE, vector), dtype)
+        loaded = T.alloc_local((ROWS_AT_ONCE, vector), dtype)
         from_row = T.alloc_local((ROWS_AT_ONCE,), "int32")
         total = T.alloc_local((vector,), "float32")
         T.clear(total)
@@ -112,72 +113,72 @@ def load_input(row, u, x, experts, token, i, hidden, dtype):
             for g in T.unroll(ROWS_AT_ONCE):
                 if from_row[g] >= 0:
                     for v in T.vectorized(vector):
-                        found[g, v] = x[from_row[g], i * vector + v]
+                        loaded[g, v] = x[from_row[g], i * vector + v]
             for g in T.unroll(ROWS_AT_ONCE):
                 if from_row[g] >= 0:
                     for v in T.unroll(vector):
-                        total[v] += experts.weights[token, first * ROWS_AT_ONCE + g] * T.cast(found[g, v], "float32")
+                        total[v] += experts.weights[token, first * ROWS_AT_ONCE + g] * T.cast(loaded[g, v], "float32")
         if experts.shares != 0:
-            load_vector(found, 0, experts.shared, token * hidden + i * vector, dtype)
-            add_vector(total, found, 0, dtype)
+            load_vector(loaded, 0, experts.shared, token * hidden + i * vector, dtype)
+            add_vector(total, loaded, 0, dtype)
         for v in T.vectorized(vector):  # see `narrow`
             row[u, v] = T.cast(total[v], dtype)
 
 
 def in_pairs(combine: Callable[[Any, Any], Any], values: list[Any]) -> Any:
-    """Reduce all values pairwise: short dependency chains, in an order that their number fixes."""
+    """Reduce values pairwise: short dependency chains, in an order that depends only on their number."""
     while len(values) > 1:
         values = [combine(*values[i : i + 2]) if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)]
     return values[0]
 
 
 def total_of(values: list[Any]) -> Any:
-    """Their sum."""
+    """The sum of values."""
     return in_pairs(operator.add, values)
 
 
 def largest_of(values: list[Any]) -> Any:
-    """The largest one."""
+    """The largest value."""
     return in_pairs(T.max, values)
 
 
 def squares_of(values: Any, dtype: str) -> list[Any]:
-    """Sum of a vector's squares in float32."""
+    """Squares of a float32 vector."""
     return [values[v] * values[v] for v in range(vector_of(dtype))]
 
 
 def magnitudes_of(values: Any, dtype: str) -> list[Any]:
-    """Largest magnitude of a vector in float32."""
+    """Magnitudes of a float32 vector."""
     return [T.abs(values[v]) for v in range(vector_of(dtype))]
 
 
 def elements_of(values: Any, *index: Any, count: int) -> list[Any]:
-    """values[*index, 0 : count], one by one."""
-    return [values[place] for place in ((*index, i) for i in range(count))]
+    """values[*index, 0 : count], as a list."""
+    return [values[(*index, i)] for i in range(count)]
 
 
 def exchanges_of(count: int, lanes: int) -> list[tuple[int, int, bool]]:
-    """Steps in which `lanes` lanes reduce as many vectors of `count` numbers: bit of the lane number in which partners
-    differ, numbers that each keeps, and whether that halves them."""
-    found, bit = [], lanes // 2
+    """Steps in which `lanes` lanes reduce as many vectors of `count` numbers: (bit of the lane number in which partners
+    differ, numbers that each lane keeps, whether that halves them)."""
+    steps, bit = [], lanes // 2
     while bit:
-        found.append((bit, max(1, count // 2), count > 1))
+        steps.append((bit, max(1, count // 2), count > 1))
         count, bit = max(1, count // 2), bit // 2
-    return found
+    return steps
 
 
 @tsn.macro
 def reduce_lanes(values, count, lanes, thread, combine):
-    """values[0] = values[k] of `lanes` neighbours, reduced; k = thread % lanes // (lanes // count). `values`: float32 [count], a
-    power of two of at most `lanes`. `combine`: commutative; bits as of a butterfly that begins with the farthest. By
-    whole warps."""
+    """values[0] = values[k] of `lanes` neighbours, reduced; k = thread % lanes // (lanes // count). `values`: float32 [count],
+    a power of two of at most `lanes`. `combine`: commutative; bits are those of a butterfly that begins with the farthest
+    lanes. Called by whole warps."""
     for bit, left, halves in exchanges_of(count, lanes):
         for k in T.unroll(left):
             if halves:
                 upper = (thread & bit) != 0
-                kept = T.if_then_else(upper, values[k + left], values[k])
-                given = T.if_then_else(upper, values[k], values[k + left])
-                values[k] = combine([kept, T.shfl_xor(given, bit)])
+                local = T.if_then_else(upper, values[k + left], values[k])
+                outgoing = T.if_then_else(upper, values[k], values[k + left])
+                values[k] = combine([local, T.shfl_xor(outgoing, bit)])
             else:
                 values[k] = combine([values[k], T.shfl_xor(values[k], bit)])
 
@@ -192,14 +193,13 @@ def widen(wide, rows, u, g, dtype):
 @tsn.macro
 def narrow(rows, u, g, wide, dtype):
     """rows[u, g] = `wide`, rounded."""
-    for v in T.vectorized(vector_of(dtype)):  # in pairs: single conversions take eight times as long
+    for v in T.vectorized(vector_of(dtype)):  # in pairs, because single conversions take eight times as long
         rows[u, g, v] = T.cast(wide[v], dtype)
 
 
 @tsn.macro
 def store_fp8(quantized, at, row, h, g, factor, dtype):
-    """The vector of `quantized` from element `at` on becomes row[h, g] * factor; the conversion saturates at FP8's
-    largest number, and NaN stays NaN."""
+    """quantized[at …] = row[h, g] * factor; the conversion saturates at FP8's largest number, and NaN stays NaN."""
     wide = T.alloc_local((vector_of(dtype),), "float32")
     widen(wide, row, h, g, dtype)
     for v in T.unroll(vector_of(dtype)):
@@ -214,47 +214,49 @@ def all_reduce_norm(
 ):
     """Kernel with the parameters below, on rows of `hidden` elements.
 
-    The sum over all PEs of `x` is rounded; bias and residual are added to it in float32, and the result, rounded, is
-    `total`. `out` is that, divided by the root of the mean of its squares and `eps`, times `weight` + `weight_bias`, rounded
-    once. `quantized` is `out`, divided by its scale, rounded to FP8.
+    The sum over all PEs of `x` is rounded; bias and residual are added in float32, and the result, rounded, is `total`.
+    `out` is `total` divided by the root of the mean of its squares and `eps`, times `weight` + `weight_bias`, rounded once.
+    `quantized` is `out` divided by its scale, rounded to FP8.
 
     Args:
         n_pes: number of PEs, at most `threads`; all of them mapped.
-        dtype: of `out`, `x`, `residual`, `total` [rows * hidden], `bias`, `weight` [hidden]; a row is a multiple of 16 bytes.
-        capacity: rows of a part that a call has at most.
+        dtype: dtype of `out`, `x`, `residual`, `total` [rows * hidden], `bias`, `weight` [hidden]; a row is a multiple of 16
+            bytes.
+        capacity: most rows of a part in a call.
         shots: as in `all_reduce_push`, with parts of whole rows; 0: `x` is a sum already.
-        threads, max_blocks: launch geometry; one block per row of a part, at most `max_blocks`, all of them at once.
+        threads, max_blocks: launch geometry; one block per row of a part, at most `max_blocks`, all resident.
         top_k: rows of `x` [any, hidden] summed for a token's row, see `Experts`; 0: `x` has the tokens' rows.
-        scaled_by: "", or the granularity of scales: "tensor" (`scales` [1] is given), "token" or "block" (of 128
-            elements; `scales` of row r and block b becomes element r * scale_row + b * scale_column), "ue8m0" (so, with
-            powers of two) or "ue8m0_packed" (byte b % 4 of the word r * scale_row + b // 4 * scale_column becomes the
-            exponent, with float32's bias; `scales` is given as bytes).
+        scaled_by: "", or the granularity of scales: "tensor" (`scales` [1] is read), "token" or "block" (of 128 elements;
+            `scales` of row r and block b is written to element r * scale_row + b * scale_column), "ue8m0" (the same with
+            powers of two) or "ue8m0_packed" (the exponent, with float32's bias, is written to byte b % 4 of the word r *
+            scale_row + b // 4 * scale_column; `scales` is passed as bytes).
         dependent: as in `all_reduce_push`.
-        spread: of two shots, blocks that share a row of each part, a divisor of `n_pes`: each adds up an equal share of
-            the columns, and normalises the rows of an equal share of the parts, so that few rows keep more SMs busy. 1
-            if `out` is `x`: only the thread that has read an element may write there.
+        spread: with two shots, blocks that share a row of each part, a divisor of `n_pes`: each sums an equal share of the
+            columns, and normalises the rows of an equal share of the parts, so few rows occupy more SMs. 1 if `out` is
+            `x`, because only the thread that has read an element may write it.
 
-    `resumes`, `biased`, `keeps`, `norms` and `shares` state, at run time, whether there are `residual`, `bias`, `total`, `out`
-    and `shared`; missing ones are not accessed.
+    `resumes`, `biased`, `keeps`, `norms` and `shares`: whether `residual`, `bias`, `total`, `out` and `shared` are used.
     `inbox` [2, shots, n_pes, capacity * hidden / vector, vector], `tag`, `status`, `tags` and `calls` as in
-    `all_reduce_push`; without shots they are not accessed.
+    `all_reduce_push`; unused without shots.
     """
     tokens, count = T.dynamic("tokens", "int64"), T.dynamic("count", "int64")
     vector = vector_of(dtype)
     width = hidden // vector  # vectors of a row
     workers = threads - AGREEING if shots else threads
-    held = -(-width // workers)  # of them by a thread
+    per_thread = -(-width // workers)  # vectors of a row per thread
     parts = n_pes if shots == 2 else 1
-    columns = -(-width // spread)  # vectors of a row that a block adds up
-    summed = -(-columns // workers)  # of them by a thread
+    columns = -(-width // spread)  # vectors of a row that a block sums
+    summed = -(-columns // workers)  # of these per thread
     # Parts whose rows a block normalises, and rows of a part that all blocks take at once.
     own_parts, rows_at_once = parts // spread, max_blocks // spread
     # Rows that a block normalises at once, one of each part.
-    group = next(g for g in range(own_parts, 0, -1) if own_parts % g == 0 and (g * held <= MOST_VECTORS or g == 1))
+    group = next(
+        g for g in range(own_parts, 0, -1) if own_parts % g == 0 and (g * per_thread <= MOST_VECTORS or g == 1)
+    )
     steps, warps = own_parts // group, workers // 32
     lanes = GROUP // vector  # lanes whose vectors share a block's scale
     # Rows, and vectors of a thread, whose sums or peaks lanes reduce at once.
-    many_rows, many_vectors = (1 << (count - 1).bit_length() for count in (group, held * group))
+    many_rows, many_vectors = (1 << (count - 1).bit_length() for count in (group, per_thread * group))
 
     def flat(name: str, dtype: str = dtype) -> Any:
         return T.Tensor((T.dynamic(f"{name}_count", "int64"),), dtype)
@@ -305,47 +307,42 @@ def all_reduce_norm(
             row_peaks = T.alloc_shared((2, group, (warps + 3) // 4 * 4), "float32")
             agrees = T.alloc_shared((n_pes,), "int32")
             got = T.alloc_local((n_pes, vector), dtype)
-            own = T.alloc_local((held, vector), dtype)
-            row = T.alloc_local((held, group, vector), dtype)
+            own = T.alloc_local((per_thread, vector), dtype)
+            row = T.alloc_local((per_thread, group, vector), dtype)
             sums = T.alloc_local((vector,), "float32")
             squares = T.alloc_local((many_rows,), "float32")
             wide_factors = T.alloc_local((vector,), "float32")
             peaks = T.alloc_local((many_rows if scaled_by == PER_TOKEN else many_vectors,), "float32")
-            factors = T.alloc_local((held, vector), dtype)
-            before = T.alloc_local((held * group, vector), dtype)
+            factors = T.alloc_local((per_thread, vector), dtype)
+            before = T.alloc_local((per_thread * group, vector), dtype)
             extra = T.alloc_local((1, vector), dtype)
             factor = T.alloc_var("float32")
             peak = T.alloc_var("float32")
             step_up = T.alloc_var("int32")
-            agreed = T.alloc_var("int32")
-            agreed = 1
-            call = T.alloc_var("uint64")
-            call = calls[block] + T.uint64(1)
+            agreed = T.alloc_var("int32", 1)
+            call = T.alloc_var("uint64", calls[block] + T.uint64(1))
             half = T.cast(call % T.uint64(2), "int32")
-            rows = T.alloc_var("int64")
-            rows = tokens if top_k else count // T.int64(hidden)
-            part = T.alloc_var("int64")
-            part = T.ceildiv(rows, T.int64(parts))
+            rows = T.alloc_var("int64", tokens if top_k else count // T.int64(hidden))
+            part = T.alloc_var("int64", T.ceildiv(rows, T.int64(parts)))
             experts = Experts(top_k, row_index, expert_weights, shared, shares)
             piece = T.cast(block % spread, "int32")
             # A thread beyond the workers has no vector.
-            lane = T.alloc_var("int32")
-            lane = T.if_then_else(thread < workers, thread, width)
+            lane = T.alloc_var("int32", T.if_then_else(thread < workers, thread, width))
             if scaled_by == PER_TENSOR:
                 factor = T.float32(1) / scales[0]
             if shots > 0:
                 if thread >= workers:
                     meet_blocks(agrees, tags, half, block, call, tag, status, thread - workers, me, n_pes, dtype)
             if shots < 2:
-                for h in T.unroll(held):
+                for h in T.unroll(per_thread):
                     i = h * workers + lane
                     if i < width:
                         load_vector(factors, h, weight, i * vector, dtype)
             for turn in T.serial(T.ceildiv(part - block // spread, T.int64(rows_at_once))):
                 r = block // spread + turn * T.int64(rows_at_once)
-                # Clear variables that are set conditionally, so no register holds them from turn to turn.
+                # Clear variables that are set conditionally, so they take no register from turn to turn.
                 T.clear(own)
-                # Rows go to the PEs that add them up.
+                # Send rows to the PEs that sum them.
                 for h in T.unroll(summed):
                     i = piece * columns + h * workers + lane
                     if i < T.min(piece * columns + columns, width):
@@ -376,11 +373,11 @@ def all_reduce_norm(
                                     (me + hop + 1) % n_pes,
                                 )
                 if shots < 2 and resumes != 0:
-                    for h in T.unroll(held):
+                    for h in T.unroll(per_thread):
                         i = h * workers + lane
                         if i < width:
                             load_vector(before, h, residual, r * hidden + i * vector, dtype)
-                # Add up one row and send it to all.
+                # Sum one row and send it to all.
                 if shots > 0:
                     for h in T.unroll(summed):
                         i = piece * columns + h * workers + lane
@@ -397,8 +394,8 @@ def all_reduce_norm(
                     if turn == 0:
                         T.sync_threads()
                         all_agree(agreed, agrees, n_pes)
-                # Add bias and residual to rows of some parts at once, and normalise them. Missing rows and vectors are
-                # computed as well, which takes no branch, and not stored.
+                # Add bias and residual to rows of some parts at once, and normalise them. Missing rows and vectors are also
+                # computed, without a branch, but not stored.
                 for step in T.serial(steps):
                     first = piece * own_parts + step * group  # part
                     phase = T.cast((turn * steps + step) % T.int64(2), "int32")
@@ -406,7 +403,7 @@ def all_reduce_norm(
                     if shots == 2:  # before the wait, which hides the latency of loads
                         T.clear(factors)
                         T.clear(before)
-                        for h in T.unroll(held):
+                        for h in T.unroll(per_thread):
                             i = h * workers + lane
                             if i < width:
                                 load_vector(factors, h, weight, i * vector, dtype)
@@ -416,7 +413,7 @@ def all_reduce_norm(
                                         load_vector(before, h * group + g, residual, of * hidden + i * vector, dtype)
                     for g in T.unroll(many_rows):
                         squares[g] = T.float32(0)
-                    for h in T.unroll(held):
+                    for h in T.unroll(per_thread):
                         i = h * workers + lane
                         if i < width:
                             if shots == 2:
@@ -452,7 +449,7 @@ def all_reduce_norm(
                         squares[g] = T.float32(1) / T.sqrt(squares[g] / T.float32(hidden) + eps)
                     for k in T.unroll(many_rows if scaled_by == PER_TOKEN else many_vectors):
                         peaks[k] = T.float32(0)
-                    for h in T.unroll(held):
+                    for h in T.unroll(per_thread):
                         i = h * workers + lane
                         for v in T.unroll(vector):
                             wide_factors[v] = T.cast(factors[h, v], "float32") + weight_bias
@@ -496,7 +493,7 @@ def all_reduce_norm(
                                 peak = largest_of(elements_of(row_peaks, phase, g, count=warps))
                                 peak = T.max(T.float32(SMALLEST_AMAX), T.cast(T.cast(peak, dtype), "float32"))
                                 factor = T.float32(FP8_MAX) / peak
-                            for h in T.unroll(held):
+                            for h in T.unroll(per_thread):
                                 i = h * workers + lane
                                 if scaled_by in BY_BLOCK:
                                     factor = peaks[h * group + g]
@@ -511,7 +508,7 @@ def all_reduce_norm(
                         of = (first + k % group) * part + r
                         if (
                             thread % (lanes // many_vectors) == 0
-                            and k < held * group
+                            and k < per_thread * group
                             and i < width
                             and of < rows
                             and agreed != 0
@@ -538,8 +535,8 @@ def sum_of_experts(dtype, hidden, top_k, threads=256):
     from `Experts`, as input of another sum.
 
     Args:
-        dtype: of `out`, `shared` [tokens * hidden] and `x` [any, hidden]. hidden: elements of a row, a multiple of 16 bytes.
-        top_k: choices of a token. threads: of a block; a block makes a row.
+        dtype: dtype of `out`, `shared` [tokens * hidden] and `x` [any, hidden]. hidden: elements of a row, a multiple of 16
+            bytes. top_k: choices of a token. threads: threads per block; a block computes a row.
     """
     tokens, vector = T.dynamic("tokens", "int64"), vector_of(dtype)
     width = hidden // vector
@@ -578,7 +575,7 @@ class ExpertRows(NamedTuple):
         rows: results of this rank's experts, [any, hidden] of the norm's dtype.
         row_index: int32 [tokens, top_k]: row of each choice in `rows`; below 0: not on this rank.
         weights: float32 [tokens, top_k].
-        shared: of the shared expert, [tokens, hidden], or None.
+        shared: results of the shared expert, [tokens, hidden], or None.
     """
 
     rows: torch.Tensor
@@ -592,12 +589,12 @@ class AllReduceNorm(Collective):
 
     Args:
         hidden: elements of a row; a row is a multiple of 16 bytes, and at most 64 KiB.
-        threads, blocks: of the `AllReduce` for PEs on other nodes; other kernels derive theirs from `hidden`.
+        threads, blocks: launch geometry of the `AllReduce` for PEs on other nodes; other kernels derive it from `hidden`.
         group: the ranks; see `tilescale_net.world`.
 
     Attributes:
         shots: 1 or 2 steps over the links, if all PEs are mapped; None: by the size.
-        spread: with 2, blocks that share rows, a divisor of the number of PEs; None: by the size. In place always 1.
+        spread: with 2 shots, blocks that share rows, a divisor of the number of PEs; None: by the size. Always 1 in place.
 
     Raises:
         ValueError: a launch geometry or a size that the kernels or the GPU cannot run.
@@ -611,7 +608,7 @@ class AllReduceNorm(Collective):
     LARGEST_CALL = 8 << 20
 
     def __init__(self, hidden: int, *, threads: int = 512, blocks: int = 64, group: "tsn.Group" = None) -> None:
-        if isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1:
+        if not is_integer(hidden):
             raise ValueError(f"AllReduceNorm: hidden is {hidden!r}; it must be a positive number of elements")
         super().__init__("AllReduceNorm", f"hidden={hidden}", threads, blocks, group)
         self.hidden = hidden
@@ -629,7 +626,7 @@ class AllReduceNorm(Collective):
         capacity = {1: self._one_shot_bytes, 2: -(-self.LARGEST_CALL // self.n_pes) + self.LARGEST_ROW}
         if self._all_reduce is not None or self.n_pes == 1:
             capacity |= {1: 0, 2: 0}
-        # Whole rows of any dtype, so that the halves are the same for all.
+        # Whole rows of any dtype, so the halves are the same for all.
         widest = hidden * max(dtype.itemsize for dtype in self.DTYPES)
         specs: BufferSpecs = {
             f"inbox{n}": ((2, n, self.n_pes, -(-size // widest) * widest), torch.uint8)
@@ -650,28 +647,18 @@ class AllReduceNorm(Collective):
 
     @named("tilescale_net.AllReduceNorm")
     def __call__(
-        self,
-        out: torch.Tensor | None,
-        x: torch.Tensor | ExpertRows,
-        weight: torch.Tensor,
-        *,
-        residual: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        eps: float = 1e-6,
-        weight_bias: float = 0.0,
-        total: torch.Tensor | None = None,
-        quantized: torch.Tensor | None = None,
-        scales: torch.Tensor | None = None,
-        scale: torch.Tensor | None = None,
-        ue8m0: bool = False,
-    ) -> torch.Tensor:
+        self, out: torch.Tensor | None, x: torch.Tensor | ExpertRows, weight: torch.Tensor, *,
+        residual: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-6,
+        weight_bias: float = 0.0, total: torch.Tensor | None = None, quantized: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None, scale: torch.Tensor | None = None, ue8m0: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
         """`out` becomes the RMSNorm of the sum over all PEs of `x`, plus bias and residual; asynchronous on the stream.
 
         Args:
             out, x: contiguous [..., hidden] of one of `DTYPES`, beginning at multiples of 16 bytes; may be the same tensor.
                 Any number of rows. `out` may be None with `quantized`; `x` may be `ExpertRows` of as many tokens.
-            weight: of the norm, [hidden].
-            residual: [..., hidden]; added to the rounded sum. Without `total` the sum, which is normalised, overwrites it.
+            weight: weight of the norm, [hidden].
+            residual: [..., hidden]; added to the rounded sum. Without `total`, the total overwrites it.
             bias: [hidden]; added to the rounded sum first. All PEs pass the same.
             eps: added to the mean of the squares.
             weight_bias: added to `weight`; 1 for Gemma.
@@ -681,8 +668,7 @@ class AllReduceNorm(Collective):
                 each 128 elements. Of any strides: `new_scales` makes the layouts of vLLM's and DeepGEMM's GEMMs. int32
                 [rows, ceil(hidden / 512)]: exponents of such scales, see `ue8m0`, four in a word, the lowest byte first, as
                 DeepGEMM needs them on newer GPUs; bytes without a block are not written.
-            scale: float32, one element, instead of `scales`: the given scale of all elements. Quotients beyond 448 become
-                448.
+            scale: float32, one element, instead of `scales`: the scale of all elements. Quotients beyond 448 become 448.
             ue8m0: scales of 128 elements are rounded up to powers of two; int32 ones always are.
 
         Returns:
@@ -712,7 +698,7 @@ class AllReduceNorm(Collective):
         flags = residual is not None, bias is not None, total is not None, out is not None
         tag = self._agree(
             "{} of shape {} and {}, {}, eps {}, weight_bias {}", "rows" if experts is None else "sums of experts", like.shape,
-            rows_of_x.dtype, _GIVEN[flags], eps, weight_bias,
+            rows_of_x.dtype, _DESCRIPTIONS[flags], eps, weight_bias,
         )  # fmt: skip
         rows = like.numel() // self.hidden
         if not rows:
@@ -754,14 +740,14 @@ class AllReduceNorm(Collective):
         """
         self._check_alive()
         ways = (0,) if self.n_pes == 1 or self._all_reduce is not None else (1, 2)
-        place = self._world.topology
+        topology = self._world.topology
         calls = [
             functools.partial(self._kernel, shots, spread, dtype, top_k, scaled_by)
             for shots in ways
             for spread in ([spread for _, spread in self._spreads] if shots == 2 else [1])
             for scaled_by, top_k in forms
         ]
-        compile_together(calls, self.device, place.local_rank, place.node_size)
+        compile_together(calls, self.device, topology.local_rank, topology.node_size)
 
     def warm_up(self, dtype: torch.dtype, by: str = "") -> None:
         """Make the kernels for rows of a dtype, whatever their number: later calls may be captured into a CUDA graph.
@@ -798,7 +784,7 @@ class AllReduceNorm(Collective):
         """Memory for the `scales` of a call.
 
         Args:
-            rows: of the call.
+            rows: rows of the call.
             by: "token": a scale for each row; "block" or "ue8m0": for each 128 elements; "ue8m0_packed": the exponents of
                 these, four in an int32. All are zero at first.
             layout: "row": contiguous, for vLLM's CUTLASS GEMMs with scales of tokens; "column": the scales of one block of
@@ -829,21 +815,11 @@ class AllReduceNorm(Collective):
         return 1
 
     def _launch(
-        self,
-        shots: int,
-        key: tuple[str, float, float, tuple[bool, ...]],
-        tag: int,
-        out: torch.Tensor | None,
-        x: torch.Tensor,
-        experts: ExpertRows | None,
-        residual: torch.Tensor | None,
-        total: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        weight: torch.Tensor,
-        quantized: torch.Tensor | None,
-        scales: torch.Tensor | None,
+        self, shots: int, key: tuple[str, float, float, tuple[bool, ...]], tag: int, out: torch.Tensor | None,
+        x: torch.Tensor, experts: ExpertRows | None, residual: torch.Tensor | None, total: torch.Tensor | None,
+        bias: torch.Tensor | None, weight: torch.Tensor, quantized: torch.Tensor | None, scales: torch.Tensor | None,
         scale: torch.Tensor | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """One kernel, for whole rows."""
         top_k = experts.row_index.shape[-1] if experts is not None else 0
         shares = experts is not None and experts.shared is not None
@@ -861,15 +837,15 @@ class AllReduceNorm(Collective):
             arguments += [quantized, scale, 0, 0]
         elif key[0]:
             assert scales is not None
-            (rows, columns), (of_row, of_column) = scales.shape, scales.stride()
-            whole = scales.as_strided(((rows - 1) * of_row + (columns - 1) * of_column + 1,), (1,))
-            arguments += [quantized, whole, of_row, of_column]
+            (rows, columns), (row_stride, column_stride) = scales.shape, scales.stride()
+            flat = scales.as_strided(((rows - 1) * row_stride + (columns - 1) * column_stride + 1,), (1,))
+            arguments += [quantized, flat, row_stride, column_stride]
         self._launch_checked(launch, *arguments)
 
     def _kernel(self, shots: int, spread: int, dtype: torch.dtype, top_k: int, scaled_by: str) -> Any:
         width = self.hidden * dtype.itemsize // VECTOR_BYTES
-        # As few vectors per thread as possible, then as few threads; the same with and without shots, so that squares
-        # are added up in one order.
+        # As few vectors per thread as possible, then as few threads; the same with and without shots, so squares are
+        # summed in the same order.
         workers = -(-width // -(-width // (1024 - AGREEING)) // 32) * 32
         return all_reduce_norm(
             self.n_pes, dtype_name(dtype), self.hidden, self._capacity(shots, dtype), shots, workers + (AGREEING if shots else 0),
@@ -890,10 +866,10 @@ class AllReduceNorm(Collective):
         if shots:
             inbox = self._memory[f"inbox{shots}"].view(-1).view(dtype)
         kernel = self._kernel(shots, spread, dtype, top_k, scaled_by)
-        fixed: dict[str, object] = dict(
+        constants: dict[str, object] = dict(
             zip(("resumes", "biased", "keeps", "norms", "shares"), map(int, (*flags, shares)))
         )
-        fixed |= {
+        constants |= {
             "eps": eps, "weight_bias": weight_bias, "status": self.status_record, "tags": self._memory["tags"].view(dtype),
             "inbox": inbox.view(2, max(shots, 1), self.n_pes, capacity * width, vector), "calls": self._calls,
         }  # fmt: skip
@@ -904,7 +880,7 @@ class AllReduceNorm(Collective):
         if scaled_by:
             parameters += ["quantized", "scales", "scale_row", "scale_column"]
         else:
-            fixed |= {"scale_row": 0, "scale_column": 0}
+            constants |= {"scale_row": 0, "scale_column": 0}
         flat = ("x", "out", "residual", "total", "shared", "quantized", "scales")
         forms = {name: FLAT for name in flat if name in parameters}
         if scaled_by == UE8M0_PACKED:
@@ -915,7 +891,7 @@ class AllReduceNorm(Collective):
         missing: dict[str, torch.Tensor] = {
             name: none for name in ("out", "residual", "total", "bias", "shared") if name in parameters
         }
-        return Launch(kernel, fixed, parameters, self._world, forms=forms, stand_ins=missing)
+        return Launch(kernel, constants, parameters, self._world, forms=forms, placeholders=missing)
 
     def _sum_of_experts(self, out: torch.Tensor, experts: ExpertRows) -> None:
         kernel = sum_of_experts(dtype_name(out.dtype), self.hidden, experts.row_index.shape[-1])
@@ -929,10 +905,10 @@ class AllReduceNorm(Collective):
     # -- checks -----------------------------------------------------------------------------------------------------
 
     def _are_plain(
-        self, given: dict[str, torch.Tensor | None], weight: torch.Tensor, bias: torch.Tensor | None
+        self, tensors: dict[str, torch.Tensor | None], weight: torch.Tensor, bias: torch.Tensor | None
     ) -> bool:
-        """Whether all tensors are matrices of one number of rows of the right dtype and device; False if unknown."""
-        x = given["x"]
+        """Whether all tensors are matrices with the same number of rows, dtype and device; False if unknown."""
+        x = tensors["x"]
         if type(x) is not torch.Tensor or x.dim() != 2 or x.dtype not in self.DTYPES:
             return False
         dtype, is_row = x.dtype, self._is_row[x.dtype]
@@ -944,23 +920,23 @@ class AllReduceNorm(Collective):
             and (bias is None or is_row(bias))
             and all(
                 t is None or self._are_rows[FP8_DTYPE if name == "quantized" else dtype](t, rows)
-                for name, t in given.items()
+                for name, t in tensors.items()
             )
         )
 
     def _check_all(
-        self, given: dict[str, torch.Tensor | None], experts: ExpertRows | None, x: torch.Tensor, weight: torch.Tensor,
+        self, tensors: dict[str, torch.Tensor | None], experts: ExpertRows | None, x: torch.Tensor, weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        """Raise TypeError or ValueError, naming the argument, for a tensor that does not fit."""
-        like, what = next((given[name], name) for name in ("out", "quantized") if given[name] is not None)
+        """Raise TypeError or ValueError, which name the argument, for a tensor that does not fit."""
+        like, like_name = next((tensors[name], name) for name in ("out", "quantized") if tensors[name] is not None)
         assert like is not None
-        self._check(what, like)
+        self._check(like_name, like)
         shape = (*like.shape[:-1], self.hidden)
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{self.name}: x must be a tensor or ExpertRows, not {type(x).__name__}")
-        dtype = like.dtype if what == "out" else x.dtype
-        for name, tensor in given.items():
+        dtype = like.dtype if like_name == "out" else x.dtype
+        for name, tensor in tensors.items():
             if tensor is not None:
                 self._check_rows(name, tensor, FP8_DTYPE if name == "quantized" else dtype, shape)
         for name, tensor in (("weight", weight), ("bias", bias)):
@@ -973,7 +949,7 @@ class AllReduceNorm(Collective):
             self._check_rows("shared", experts.shared, dtype, shape)
         self._check("row_index", experts.row_index, torch.int32)
         self._check("weights", experts.weights, torch.float32)
-        wanted = f"[{', '.join(map(str, shape[:-1]))}{', ' if shape[:-1] else ''}top_k]"
+        expected = f"[{', '.join(map(str, shape[:-1]))}{', ' if shape[:-1] else ''}top_k]"
         for name, tensor in (("row_index", experts.row_index), ("weights", experts.weights)):
             if (
                 tensor.shape != experts.row_index.shape
@@ -981,7 +957,7 @@ class AllReduceNorm(Collective):
                 or not 0 < tensor.shape[-1] <= MOST_CHOICES
             ):
                 raise ValueError(
-                    f"{self.name}: {name} has shape {list(tensor.shape)}; row_index and weights must be {wanted} with top_k from 1 to "
+                    f"{self.name}: {name} has shape {list(tensor.shape)}; row_index and weights must be {expected} with top_k from 1 to "
                     f"{MOST_CHOICES}"
                 )
 
@@ -996,13 +972,9 @@ class AllReduceNorm(Collective):
             raise ValueError(f"{self.name}: {name} is {value!r}; it must be a finite number{bound}")
 
     def _scaled_by(
-        self,
-        like: torch.Tensor,
-        quantized: torch.Tensor | None,
-        scales: torch.Tensor | None,
-        scale: torch.Tensor | None,
-        ue8m0: bool,
-    ) -> str:
+        self, like: torch.Tensor, quantized: torch.Tensor | None, scales: torch.Tensor | None,
+        scale: torch.Tensor | None, ue8m0: bool,
+    ) -> str:  # fmt: skip
         """Granularity of the scales of `quantized`; "" without it. Raises TypeError or ValueError for scales that do
         not fit."""
         if quantized is None:
@@ -1019,8 +991,8 @@ class AllReduceNorm(Collective):
         assert scales is not None
         known = torch.float32, torch.int32
         if not isinstance(scales, torch.Tensor) or scales.dtype not in known or scales.device != self.device:
-            found = f"{scales.dtype} on {scales.device}" if isinstance(scales, torch.Tensor) else type(scales).__name__
-            raise TypeError(f"{self.name}: scales is {found}; it must be a float32 or int32 tensor on {self.device}")
+            kind = f"{scales.dtype} on {scales.device}" if isinstance(scales, torch.Tensor) else type(scales).__name__
+            raise TypeError(f"{self.name}: scales is {kind}; it must be a float32 or int32 tensor on {self.device}")
         rows, blocks = like.numel() // self.hidden, self.hidden // GROUP if self.hidden % GROUP == 0 else 0
         packed = scales.dtype == torch.int32
         wide = -(-blocks // 4) if packed else blocks
@@ -1040,11 +1012,11 @@ class AllReduceNorm(Collective):
             return UE8M0_PACKED
         return UE8M0 if ue8m0 else PER_TOKEN if scales.shape[1] == 1 else PER_BLOCK
 
-    def _check_all_apart(self, given: dict[str, torch.Tensor | None], experts: ExpertRows | None) -> None:
-        """Raise ValueError when a tensor that is written overlaps another one; `out` may be `x`, and `total` be `residual`."""
+    def _check_all_apart(self, tensors: dict[str, torch.Tensor | None], experts: ExpertRows | None) -> None:
+        """Raise ValueError if a written tensor overlaps another one; `out` may be `x`, and `total` may be `residual`."""
         if experts is not None:
-            given = given | dict(zip(("rows", "row_index", "weights", "shared"), experts))
-        spans = {name: (t.data_ptr(), _end(t)) for name, t in given.items() if t is not None}
+            tensors = tensors | dict(zip(("rows", "row_index", "weights", "shared"), experts))
+        spans = {name: (t.data_ptr(), _end(t)) for name, t in tensors.items() if t is not None}
         written = [name for name in ("out", "total", "quantized", "scales") if name in spans]
         for result, source in (("out", "x"), ("total", "residual")):
             if result in spans and spans[result] == spans.get(source):
@@ -1055,7 +1027,9 @@ class AllReduceNorm(Collective):
         for a in written:
             for b in spans:
                 if a != b and max(spans[a][0], spans[b][0]) < min(spans[a][1], spans[b][1]):
-                    shown = ["residual" if n == "total" and given["total"] is given["residual"] else n for n in (a, b)]
+                    shown = [
+                        "residual" if n == "total" and tensors["total"] is tensors["residual"] else n for n in (a, b)
+                    ]
                     raise ValueError(f"{self.name}: {shown[0]} and {shown[1]} overlap in memory")
 
     def _check_rows(self, name: str, tensor, dtype, shape) -> None:
@@ -1086,8 +1060,8 @@ def scales_like(x: torch.Tensor, rows: int, hidden: int, by: str, layout: str) -
     blocks, packed = hidden // GROUP, by == UE8M0_PACKED
     columns = 1 if by == PER_TOKEN else -(-blocks // 4) if packed else blocks
     strides = scale_strides(rows, columns, layout)
-    found = x.new_empty_strided((rows, columns), strides, dtype=torch.int32 if packed else torch.float32)
-    return found.zero_() if packed else found
+    scales = x.new_empty_strided((rows, columns), strides, dtype=torch.int32 if packed else torch.float32)
+    return scales.zero_() if packed else scales
 
 
 def scale_strides(rows: int, columns: int, layout: str) -> tuple[int, int]:

@@ -1,11 +1,11 @@
 """All-reduce of floats whose data are their own flags, in one step or two: see `N.put_vector`.
 
-One shot: every PE sends all of its vectors to every PE, and each PE adds up the vectors that it gets. Two shots: PE p
-gets part p of the tensor from all, adds it up and sends the sums to all: more latency, fewer bytes. A thread has a few
+One shot: every PE sends all of its vectors to every PE, and each PE sums the vectors that it receives. Two shots: PE p
+receives part p of the tensor from all, sums it and sends the sums to all: more latency, fewer bytes. A thread has a few
 vectors of each part, and waits only for the same thread of other PEs.
 
-Tensors may lie anywhere, without copies. Calls alternate between two halves of the memory: a PE that sends in call i +
-2 has all data of call i + 1, so every PE has finished call i and emptied its half.
+Tensors may be in any memory, without copies. Calls alternate between two halves of the memory: a PE that sends in call
+i + 2 has all data of call i + 1, so every PE has finished call i and read its half.
 """
 
 import functools
@@ -68,7 +68,7 @@ def add_rows(total, u, rows, first, n_pes, dtype):
         total[u, v] = T.cast(sums[v], dtype)
 
 
-# Threads of a block that agree on the call. Other threads move data: polls would delay them.
+# Threads of a block that agree on the call; the other threads move data, and polls would delay them.
 AGREEING = 32
 
 
@@ -89,8 +89,7 @@ def meet_blocks(agrees, tags, half, block, call: T.Ref, tag, status, thread, me,
         if pe < n_pes:
             N.put_vector(tags[half, me, block, 0 : vector_of(dtype)], mine, pe)
             N.take_vectors(theirs, tags[half, pe, block, 0 : vector_of(dtype)])
-            other = T.alloc_var("int32")
-            other = 0
+            other = T.alloc_var("int32", 0)
             for byte in T.unroll(3):
                 other = other | (T.cast(theirs[byte], "int32") << (8 * byte))
             agrees[pe] = T.cast(other == tag, "int32")
@@ -104,18 +103,16 @@ def all_reduce_push(n_pes, dtype, capacity, shots, aligned=True, batch=1, thread
 
     Args:
         n_pes: number of PEs, all of them mapped.
-        dtype: of `out` and `x` [count]: float32, float16 or bfloat16. Sums are made as in `reduce_scatter`.
+        dtype: dtype of `out` and `x` [count]: float32, float16 or bfloat16. Sums are as in `reduce_scatter`.
         capacity: most 16-byte vectors of a part in a call, up to max_blocks * batch * (threads - AGREEING).
         shots: 1 or 2; with 2 the tensor has n_pes parts, else one.
         aligned: `out` and `x` begin and end at multiples of 16 bytes.
         batch: vectors of each part that a thread moves.
-        threads, max_blocks: launch geometry; blocks with work, all resident.
+        threads, max_blocks: launch geometry; only blocks with work are launched, all resident.
         dependent: programmatic dependent launch, of this kernel and of the next one.
 
     `inbox` [2, shots, n_pes, capacity, 16 bytes of dtype] and `tags` [2, n_pes, max_blocks, 16 bytes of dtype] are symmetric,
-    `calls` (uint64 [max_blocks]) is any device memory; all are zero before the first call and not reset afterwards. `tag`
-    encodes the arguments that must be equal on all PEs; if they differ, `out` is not written, and the difference is
-    reported to `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
+    zero before the first call and never reset. `tag`, `status` and `calls` [max_blocks]: see `collective.call_word`.
     """
     count = T.dynamic("count", "int64")
     vector = vector_of(dtype)
@@ -134,21 +131,19 @@ def all_reduce_push(n_pes, dtype, capacity, shots, aligned=True, batch=1, thread
     ):
         with T.Kernel(T.ceildiv(count, T.int64(parts * workers * batch * vector)), threads=threads) as block:
             if dependent:
-                # First of all: earlier kernels wrote the inputs, and call i must be over when call i + 1 begins.
+                # First: earlier kernels wrote the inputs, and call i must end before call i + 1 begins.
                 T.pdl_sync()
                 T.pdl_trigger()
             me = N.my_pe()
             thread = T.get_thread_binding()
-            part = T.alloc_var("int64")
-            part = T.ceildiv(T.ceildiv(count, T.int64(vector)), T.int64(parts))
+            part = T.alloc_var("int64", T.ceildiv(T.ceildiv(count, T.int64(vector)), T.int64(parts)))
             first = block * T.int64(workers * batch) + thread
             total = T.alloc_local((batch, vector), dtype)
-            given = T.alloc_local((batch * parts, vector), dtype)
+            loaded = T.alloc_local((batch * parts, vector), dtype)
             rows = T.alloc_local((batch * n_pes, vector), dtype)
             agrees = T.alloc_shared((n_pes,), "int32")
             agreed = T.alloc_var("int32")
-            call = T.alloc_var("uint64")
-            call = calls[block] + T.uint64(1)
+            call = T.alloc_var("uint64", calls[block] + T.uint64(1))
             half = T.cast(call % T.uint64(2), "int32")
             if thread >= workers:
                 meet_blocks(agrees, tags, half, block, call, tag, status, thread - workers, me, n_pes, dtype)
@@ -158,13 +153,13 @@ def all_reduce_push(n_pes, dtype, capacity, shots, aligned=True, batch=1, thread
                     if i < part:
                         for hop in T.unroll(parts):
                             at = (me + hop + 1) % n_pes * part + i if shots == 2 else i
-                            load_elements(given, u * parts + hop, x, at, count, dtype, aligned)
+                            load_elements(loaded, u * parts + hop, x, at, count, dtype, aligned)
                 for u in T.unroll(batch):
                     i = first + u * workers
                     if i < part:
                         N.put_vectors(
                             inbox[half, 0, me, i, 0:vector],
-                            given[u * parts : u * parts + parts, 0:vector],
+                            loaded[u * parts : u * parts + parts, 0:vector],
                             n_pes,
                             (me + 1) % n_pes,
                         )

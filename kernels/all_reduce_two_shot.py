@@ -1,13 +1,12 @@
-"""All-reduce in two steps of one kernel: every PE adds up its part of the tensor and puts the sums to all PEs.
+"""All-reduce in two steps of one kernel: every PE sums its part of the tensor and puts the sums to all PEs.
 
-Blocks b of all PEs work on the same slices of all parts. Block b begins once every PE's block b has published its
-slices, and ends once their sums have arrived here: no grid barrier is needed, and a part that is done early leaves
-early.
+Blocks b of all PEs process the same slices of all parts. Block b begins when every PE's block b has published its slices,
+and ends when their sums have arrived, so no grid barrier is needed.
 
 If only the input is symmetric and may be overwritten, sums stay with the PE that made them and all others read them
-there; block b ends once every PE's block b has read its sums. Very large tensors with a symmetric `out` are summed this
-way too, and any tensor by "two_shot_pull". With two PEs each adds up the whole tensor: the same bytes on the link, one
-exchange fewer.
+there; block b ends when every PE's block b has read its sums. Very large tensors with a symmetric `out`, and any tensor by
+"two_shot_pull", are summed this way too. With two PEs each sums the whole tensor: the same bytes on the link, one exchange
+fewer.
 """
 
 import functools
@@ -38,26 +37,23 @@ def all_reduce_two_shot(n_pes, dtype, staged, pulled=False, aligned=True, thread
 
     Args:
         n_pes: number of PEs, at most `threads`; all of them mapped.
-        dtype: of `out` and `x` [count]. Sums are made as in `reduce_scatter`.
-        staged: `source` and `target` are symmetric buffers, and the kernel copies `x` and `out`; otherwise
-            they are the same memory as `x` and `out`, at the same place on all PEs.
-        pulled: `x` is symmetric, at the same place on all PEs, and may be overwritten; `out` is ordinary memory,
-            `target` and `source` are `x`. Not together with `staged`.
-        aligned: `out` and `x` begin and end at multiples of 16 bytes. Must be so unless `staged` or `pulled`; when `pulled`,
-            `x` begins and ends there all the same.
+        dtype: dtype of `out` and `x` [count]. Sums are as in `reduce_scatter`.
+        staged: `source` and `target` are symmetric buffers, and the kernel copies `x` and `out`; otherwise they are the
+            memory of `x` and `out`, at the same offset on all PEs.
+        pulled: `x` is symmetric, at the same offset on all PEs, and may be overwritten; `out` is in ordinary memory, and
+            `target` and `source` are `x`. Excludes `staged`.
+        aligned: `out` and `x` begin and end at multiples of 16 bytes; required unless `staged` or `pulled`, and always for
+            `x` with `pulled`.
         threads, blocks: launch geometry; all blocks must be able to run at once.
-        gathered: sums stay in `target` of the PE that made them, and all others read them from there. Neither together with
-            `staged` nor with `pulled`.
+        gathered: sums stay in `target` of the PE that made them, where all others read them. Excludes `staged` and
+            `pulled`.
 
-    `source` and `target` [>= ceil(bytes / 16), 16 bytes of dtype], `ready`, `arrived` and `done` (uint64 [n_pes, blocks]) are
-    symmetric, `calls` (uint64 [blocks]) is any device memory; signals and `calls` are zero before the first call and not
-    reset afterwards. `tag` encodes the arguments that must be equal on all PEs, and with them `source` and `target`; if
-    they differ, no data move, and the difference is reported to `status` (int64 [STATUS_WORDS]), see
-    `collective.call_word`.
+    `source` and `target` [>= ceil(bytes / 16), 16 bytes of dtype] are symmetric. `tag`, `status`, `calls` [blocks] and the
+    signals `ready`, `arrived` and `done` [n_pes, blocks]: see `collective.call_word`.
     """
     count, target_rows, source_rows = (T.dynamic(n, "int64") for n in ("count", "target_rows", "source_rows"))
     vector, batch = vector_of(dtype), _batch(n_pes)
-    whole = pulled and n_pes == 2  # every PE adds up all
+    whole = pulled and n_pes == 2  # every PE sums all
     parts = 1 if whole else n_pes
 
     @T.prim_func
@@ -77,17 +73,13 @@ def all_reduce_two_shot(n_pes, dtype, staged, pulled=False, aligned=True, thread
         with T.Kernel(blocks, threads=threads) as block:
             thread = T.get_thread_binding()
             me = N.my_pe()
-            call = T.alloc_var("uint64")
-            call = calls[block] + T.uint64(1)
+            call = T.alloc_var("uint64", calls[block] + T.uint64(1))
             agrees = T.alloc_shared((n_pes,), "int32")
             vectors = T.ceildiv(count, T.int64(vector))
-            part = T.alloc_var("int64")
-            part = T.ceildiv(vectors, T.int64(parts))
+            part = T.alloc_var("int64", T.ceildiv(vectors, T.int64(parts)))
             share = T.max(T.ceildiv(part, T.int64(blocks)), T.int64(threads))
-            first = T.alloc_var("int64")
-            first = T.min(share * block, part)
-            end = T.alloc_var("int64")
-            end = T.min(first + share, part)
+            first = T.alloc_var("int64", T.min(share * block, part))
+            end = T.alloc_var("int64", T.min(first + share, part))
             if first < end:
                 sources = [N.remote(source, p) for p in range(n_pes)]
                 targets = (
@@ -103,8 +95,7 @@ def all_reduce_two_shot(n_pes, dtype, staged, pulled=False, aligned=True, thread
                 agree_by_blocks(agrees, ready, block, call, tag, status, thread, me, n_pes)
                 agreed = T.alloc_var("int32")
                 all_agree(agreed, agrees, n_pes)
-                last = T.alloc_var("int64")
-                last = T.if_then_else(agreed != 0, end, first)
+                last = T.alloc_var("int64", T.if_then_else(agreed != 0, end, first))
                 result = T.alloc_local((batch, vector), dtype)
                 limit = T.alloc_var("int64")
                 own = 0 if whole else me * part

@@ -18,6 +18,7 @@ from .collective import (
     TAG_BITS,
     as_bytes,
     call_word,
+    end_call,
     report_other_call,
     slice_elements,
 )
@@ -27,17 +28,16 @@ from .launches import VECTORS, Form, Launch
 # ---------------------------------------------------------------------------------------------------------------------
 # All-to-all by push with uneven splits.
 #
-# The first message of a call says that the output may be overwritten, the place of the peer's rows in it, and the
-# number of rows expected. So PEs need only the arguments of torch.distributed.all_to_all_single, and find a
-# disagreement before any row moves. The last word is the call's (`collective.call_word`): a PE that makes another call
-# at this point has not written it, or has written another one.
+# The first message of a call announces that the output may be overwritten, the offset of the peer's rows in it, and the
+# number of rows expected. So PEs need only the arguments of torch.distributed.all_to_all_single, and find a difference
+# before any row moves. The last word is the call's (`collective.call_word`), which differs if a PE makes another call.
 
 
-# Words of the message between two PEs: heap offset of the receiver's rows (in bytes), rows expected, rows to be sent,
-# and the call's word. A PE whose own splits do not add up sends REFUSED instead of numbers.
-PLACE, EXPECTED, SENDING, ANNOUNCED, WORDS = range(5)
-REFUSED = -1
-# Codes in `differences[p]`, with the rows here and the rows that PE p named.
+# Words of the message between two PEs: heap offset of the receiver's rows (in bytes), rows expected, rows to be sent, and
+# the call's word. A PE whose own splits do not add up sends INVALID instead of numbers.
+OFFSET, EXPECTED, SENDING, ANNOUNCED, WORDS = range(5)
+INVALID = -1
+# Codes in `differences[p]`, followed by the number of rows here and at PE p.
 OWN_SPLITS, SEND_DIFFERS, RECEIVE_DIFFERS = 1, 2, 3
 
 
@@ -49,21 +49,20 @@ def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None,
     Args:
         n_pes, threads, blocks, engine, unroll, ring, least_bytes: as in `all_to_all`.
 
-    `x` (uint8) holds `in_rows` rows of `row_bytes` bytes. The output has room for `out_rows` rows, `out_place` bytes
-    behind the beginning of `heap`, which is the whole symmetric heap (uint8); it may lie elsewhere on every PE.
-    `sends[p]` and `receives[p]` (int64 [n_pes]) are the rows that go to and come from PE p, in the order of the PEs;
-    they must add up to `in_rows` and `out_rows`. `differences` (int64 [n_pes, 3]) stays zero unless splits do not fit: then
-    no row moves between the two PEs, and both find the reason in `differences`. `tag` and `status` are as in `exchange`.
-    `outbox` and `inbox` (int64 [n_pes, WORDS] and [2, n_pes, WORDS]) are symmetric; the signals are as in `all_to_all`.
+    `x` (uint8) holds `in_rows` rows of `row_bytes` bytes. The output has `out_rows` rows at byte `out_place` of `heap`, the
+    whole symmetric heap (uint8); the offset may differ between PEs. `sends[p]` and `receives[p]` (int64 [n_pes]) are the
+    numbers of rows to and from PE p; they must add up to `in_rows` and `out_rows`. `differences` (int64 [n_pes, 3]) stays
+    zero unless splits differ: then no row moves between the two PEs, and both find the reason in `differences`. `outbox`
+    and `inbox` (int64 [n_pes, WORDS] and [2, n_pes, WORDS]) are symmetric; others are as in `exchange`.
     """
     heap_bytes, x_bytes = T.dynamic("heap_bytes", "int64"), T.dynamic("x_bytes", "int64")
 
     @T.macro
-    def refuse(differences, pe, reason, here, there):
+    def reject(differences, pe, reason, mine, theirs):
         if differences[pe, 0] == 0:
             differences[pe, 0] = reason
-            differences[pe, 1] = here
-            differences[pe, 2] = there
+            differences[pe, 1] = mine
+            differences[pe, 2] = theirs
 
     @T.prim_func
     def main(
@@ -90,11 +89,11 @@ def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None,
             me = N.my_pe()
             call = calls[block] + T.uint64(1)
             begun = call_word(call, tag)
-            parity = T.cast(call % T.uint64(2), "int32")  # a fast peer writes into the other half already
-            source = T.alloc_shared((n_pes,), "int64")  # where rows for each PE begin in `x`, in bytes
-            target = T.alloc_shared((n_pes,), "int64")  # and their offsets at the target
-            size = T.alloc_shared((n_pes,), "int64")  # bytes
-            coming = T.alloc_local((1,), "int64")  # bytes that come from PE `thread`
+            parity = T.cast(call % T.uint64(2), "int32")  # a fast peer may already write to the other half
+            source = T.alloc_shared((n_pes,), "int64")  # byte offset in `x` of the rows for each PE
+            target = T.alloc_shared((n_pes,), "int64")  # heap offset of these rows at the PE
+            size = T.alloc_shared((n_pes,), "int64")  # their bytes
+            coming = T.alloc_local((1,), "int64")  # bytes from PE `thread`
             coming[0] = 0
 
             if thread < n_pes:
@@ -115,9 +114,9 @@ def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None,
                 valid = least[0] == 0 and total[0] == in_rows and total[1] == out_rows
                 # One block signals the peers: earlier work on the stream no longer uses the output.
                 if block == 0:
-                    outbox[thread, PLACE] = out_place + before[1] * row_bytes
-                    outbox[thread, EXPECTED] = T.if_then_else(valid, receives[thread], T.int64(REFUSED))
-                    outbox[thread, SENDING] = T.if_then_else(valid, sends[thread], T.int64(REFUSED))
+                    outbox[thread, OFFSET] = out_place + before[1] * row_bytes
+                    outbox[thread, EXPECTED] = T.if_then_else(valid, receives[thread], T.int64(INVALID))
+                    outbox[thread, SENDING] = T.if_then_else(valid, sends[thread], T.int64(INVALID))
                     outbox[thread, ANNOUNCED] = T.cast(begun, "int64")
                     N.put_signal_thread(
                         inbox[parity, me, 0], outbox[thread, 0], thread, ready[me], begun, count=WORDS, unroll=2
@@ -133,13 +132,13 @@ def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None,
                         theirs = T.if_then_else(announced >> T.uint64(TAG_BITS) == call, announced, word)
                         report_other_call(status, thread, call, tag, theirs)
                     if not valid:
-                        refuse(differences, thread, OWN_SPLITS, total[0], total[1])
+                        reject(differences, thread, OWN_SPLITS, total[0], total[1])
                     if same and not may_send:
-                        refuse(differences, thread, SEND_DIFFERS, sends[thread], inbox[parity, thread, EXPECTED])
+                        reject(differences, thread, SEND_DIFFERS, sends[thread], inbox[parity, thread, EXPECTED])
                     if same and not may_receive:
-                        refuse(differences, thread, RECEIVE_DIFFERS, receives[thread], inbox[parity, thread, SENDING])
+                        reject(differences, thread, RECEIVE_DIFFERS, receives[thread], inbox[parity, thread, SENDING])
                 source[thread] = before[0] * row_bytes
-                target[thread] = inbox[parity, thread, PLACE]
+                target[thread] = inbox[parity, thread, OFFSET]
                 size[thread] = T.if_then_else(may_send, sends[thread] * row_bytes, T.int64(0))
                 coming[0] = T.if_then_else(may_receive, receives[thread] * row_bytes, T.int64(0))
             T.sync_threads()
@@ -152,7 +151,7 @@ def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None,
                         heap[target[pe] + first], x[source[pe] + first], pe, count=T.min(share, size[pe] - first),
                         engine=engine, unroll=unroll, ring=ring,
                     )  # fmt: skip
-            # One fence for all peers, a thread per peer: put_signal would wait for them one after the other.
+            # One fence for all peers, a thread per peer; put_signal would wait for each peer in turn.
             T.sync_threads()
             if thread < n_pes:
                 if slice_elements(size[thread], blocks, "uint8", least_bytes) * block < size[thread]:
@@ -160,9 +159,7 @@ def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None,
                 if slice_elements(coming[0], blocks, "uint8", least_bytes) * block < coming[0]:
                     N.wait(arrived[thread, block], "ge", call)
                 N.quiet(thread)
-            T.sync_threads()
-            if thread == 0:
-                calls[block] = call
+            end_call(calls, block, call, thread)
 
     return main
 
@@ -196,17 +193,10 @@ class AllToAll(Exchange):
     """
 
     def __init__(
-        self,
-        *,
-        threads: int = 512,
-        blocks: int | None = None,
-        engine: str = "auto",
-        unroll: int | None = None,
-        ring: tuple[int, int] | None = None,
-        stores_from: int = STORES_FROM,
-        algorithm: str = "auto",
+        self, *, threads: int = 512, blocks: int | None = None, engine: str = "auto", unroll: int | None = None,
+        ring: tuple[int, int] | None = None, stores_from: int = STORES_FROM, algorithm: str = "auto",
         group: "tsn.Group" = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(
             "AllToAll", "", threads, blocks, engine, unroll, ring, stores_from, algorithm, group, split=True
         )
@@ -218,14 +208,9 @@ class AllToAll(Exchange):
 
     @named("tilescale_net.AllToAll")
     def __call__(
-        self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        output_splits: torch.Tensor | Sequence[int] | None = None,
-        input_splits: torch.Tensor | Sequence[int] | None = None,
-        *,
-        through: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, out: torch.Tensor, x: torch.Tensor, output_splits: torch.Tensor | Sequence[int] | None = None,
+        input_splits: torch.Tensor | Sequence[int] | None = None, *, through: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Rows of `x` go to all PEs, rows of `out` come from all PEs, both in the order of the PEs; asynchronous on the
         current stream.
 
@@ -240,15 +225,15 @@ class AllToAll(Exchange):
             through: without splits: symmetric memory of out's shape and dtype, apart from `x`; see `AllGather.__call__`.
 
         Returns:
-            `out`. Later work on the stream may write `x` and the splits again.
+            `out`. Later work on the stream may overwrite `x` and the splits.
 
         The kernel checks splits in tensors, and splits that differ between two ranks; see `check`.
 
         Raises:
             TypeError, ValueError, HeapError: a wrong argument, by name; nothing was sent.
-            RankMismatch: ranks pass different row shapes or dtypes, without splits also another number of rows or
-                place of `out` in the heap, or splits on some ranks only. No data move between such ranks. Raised at once
-                where arguments are new, else by the next call or `check`.
+            RankMismatch: ranks pass different row shapes or dtypes, without splits also another number of rows or heap
+                offset of `out`, or splits on some ranks only. No data move between such ranks. Raised at once for new
+                arguments, else by the next call or `check`.
         """
         self._begin()
         key = self._key_through(out, x, through) if output_splits is None and input_splits is None else None
@@ -315,14 +300,14 @@ class AllToAll(Exchange):
         source = x if x.numel() else self._outbox  # an empty tensor has no address
         kernel = all_to_all_uneven(self.n_pes, **self._options)
         kernel(
-            self._heap, as_bytes(source, source.nbytes), self.place(out), out.shape[0], x.shape[0], row_bytes, receives, sends,
+            self._heap, as_bytes(source, source.nbytes), self.heap_offset(out), out.shape[0], x.shape[0], row_bytes, receives, sends,
             tag, self.status_record, self._differences, self._outbox, self._inbox, *self._signal_words,
         )  # fmt: skip
         if self.device.type == "cpu":  # the simulator has run the kernel by now
             self.check()
 
     def _splits(self, name: str, splits, tensor_name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Splits as a tensor for the kernel. Raises TypeError or ValueError for faults visible without waiting."""
+        """Splits as a tensor for the kernel. Raises TypeError or ValueError for faults that the host can see."""
         if isinstance(splits, torch.Tensor):
             self._check(name, splits, torch.int64)
             if splits.shape != (self.n_pes,):
@@ -353,8 +338,8 @@ class AllToAll(Exchange):
     def check(self) -> None:
         """Wait for the calls so far and raise errors of their arguments or splits. Not collective.
 
-        In the simulator each call does this itself; on a GPU it would cost a synchronisation. Between two PEs that
-        disagreed no rows were moved, and both raise.
+        In the simulator each call does this; on a GPU it synchronises with the host. Between two PEs with different splits
+        no rows were moved, and both raise.
 
         Raises:
             ValueError: splits of this rank, given as tensors, that were negative or did not add up.
@@ -363,16 +348,16 @@ class AllToAll(Exchange):
         differences = self._differences.tolist()
         super().check()  # an aborted call is no difference of splits
         self._differences.zero_()
-        for pe, (reason, here, there) in enumerate(differences):
+        for pe, (reason, mine, other) in enumerate(differences):
             if reason == OWN_SPLITS:
                 raise ValueError(
-                    f"{self.name}: input_splits add up to {here} and output_splits to {there} rows, or one is negative; "
+                    f"{self.name}: input_splits add up to {mine} and output_splits to {other} rows, or one is negative; "
                     "they must add up to the rows of x and out"
                 )
             if reason:
                 verb = ("sends", "expects") if reason == SEND_DIFFERS else ("expects", "sends")
-                theirs = f"{verb[1]} {there}" if there != REFUSED else "was given splits that do not add up"
+                theirs = f"{verb[1]} {other}" if other != INVALID else "was given splits that do not add up"
                 raise tsn.RankMismatch(
-                    f"{self.name}: rank {self.rank} {verb[0]} {here} rows {'to' if reason == SEND_DIFFERS else 'from'} "
+                    f"{self.name}: rank {self.rank} {verb[0]} {mine} rows {'to' if reason == SEND_DIFFERS else 'from'} "
                     f"rank {pe}, which {theirs}; no rows were moved between the two"
                 )

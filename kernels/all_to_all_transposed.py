@@ -1,10 +1,10 @@
-"""All-to-all that cuts one axis and joins another, as sequence parallelism (Ulysses) needs it: heads for sequence and back.
+"""All-to-all that splits one axis and concatenates another, for sequence parallelism (Ulysses): heads for sequence and back.
 
-A message is a box of the input and a box of the output, so that no copy reorders anything before or after. Parts of the
-earlier axis may differ in length, and of the later one a call may move a chunk.
+A message is a box of the input and a box of the output, so no extra copy reorders elements. Parts of the earlier axis may
+differ in length, and a call may move a chunk of the later axis.
 
-Over mapped memory, parts of whole 16-byte vectors move through registers, as in exchange.py, and other blocks copy
-arrived parts to an ordinary result while the links carry the rest. A PE's peers may use puts for the same call.
+Over mapped memory, parts of whole 16-byte vectors move through registers, as in exchange.py, and further blocks copy
+arrived parts to a result in ordinary memory while others are in flight. A PE's peers may use puts for the same call.
 """
 
 import functools
@@ -32,7 +32,7 @@ from .collective import (
     is_aligned,
     piece_number,
 )
-from .exchange import LANES, TILE_VECTORS, WORDS, await_room
+from .exchange import BLOCKS, LANES, SIMULATED_BLOCKS, TILE_VECTORS, WORDS, await_room
 from .launches import VECTORS, Form, Launch
 from .sums import VECTOR_BYTES
 
@@ -42,8 +42,8 @@ ALL_PIECES = (1 << PIECE_BITS) - 1
 
 @tsn.jit(name="all_to_all_transposed")
 def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None):
-    """Kernel `(out, x, starts, batches, column, tag, status, calls, ready, arrived)` on rows of bytes; every PE gets a box of
-    each batch from every PE.
+    """Kernel `(out, x, starts, batches, column, tag, status, calls, ready, arrived)` on rows of bytes; every PE receives a box
+    of each batch from every PE.
 
     Args:
         n_pes: number of PEs, at most `threads`.
@@ -55,10 +55,8 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
         unroll: see `tilescale_net.language.put_block`.
 
     `starts` (int64 [n_pes + 1]) has each PE's first row in the concatenation, and the number of all rows. `out` is
-    symmetric, with the most rows of any PE; `calls` [2 * blocks], `ready` and `arrived` as in `exchange`: `arrived` counts
-    pieces (`collective.piece_number`), and this kernel signals all of them at once. `tag` encodes the arguments that must
-    be equal on all PEs; if they differ, no data move, and the kernel reports the difference to `status` (int64
-    [STATUS_WORDS]), see `collective.call_word`.
+    symmetric, with the most rows of any PE. `calls` has [2 * blocks]; the others are as in `exchange`, but `arrived` counts
+    pieces (`collective.piece_number`), which this kernel signals all at once.
     """
     out_rows, out_pitch, x_rows, x_pitch = (
         T.dynamic(name, "int64") for name in ("out_rows", "out_pitch", "x_rows", "x_pitch")
@@ -81,20 +79,17 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
         with T.Kernel(blocks, threads=threads) as block:
             thread = T.get_thread_binding()
             me = N.my_pe()
-            call = T.alloc_var("uint64")
-            call = calls[block] + T.uint64(1)
+            call = T.alloc_var("uint64", calls[block] + T.uint64(1))
             size = out_pitch if joins_rows else x_pitch
             width = (x_pitch if joins_rows else out_pitch) // n_pes
             agrees = T.alloc_shared((n_pes,), "int32")
             if block == 0 and thread < n_pes:
                 announce(ready, me, call, tag, thread)
-            same = T.alloc_var("int32")
-            same = 1
+            same = T.alloc_var("int32", 1)
             await_room(agrees, same, ready, call, tag, status, block, thread, n_pes)
             agreed = T.alloc_var("int32")
             all_agree(agreed, agrees, n_pes)
-            moved = T.alloc_var("int64")
-            moved = T.if_then_else(agreed != 0, batches, T.int64(0))
+            moved = T.alloc_var("int64", T.if_then_else(agreed != 0, batches, T.int64(0)))
             for hop in T.serial(n_pes):
                 # Blocks begin with different PEs, so that local copies do not delay sends.
                 pe = (me + hop + block) % n_pes
@@ -104,7 +99,7 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
                 end = rows * (block + 1) // blocks
                 if first < end:
                     for batch in T.serial(moved):
-                        wide = batch * rows + first  # of the side with rows of n_pes parts
+                        wide = batch * rows + first  # first row in the tensor whose rows have n_pes parts
                         narrow = batch * starts[n_pes] + first_row + first
                         if joins_rows:
                             N.put_block(
@@ -131,34 +126,34 @@ def all_to_all_transposed(n_pes, joins_rows, threads=512, blocks=16, unroll=None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The same over mapped memory, by vectors of 16 bytes.
+# The same over mapped memory, in vectors of 16 bytes.
 
 
-# Vectors that each lane loads at a time; with places of boxes, more do not fit into registers.
+# Vectors per lane and step; with the offsets of boxes, more do not fit into registers.
 UNROLL = 4
 
 
 @tsn.macro
 def move_tile(tile, memory, loads, first, pitch, at, size, width, flat, unroll):
-    """tile[u] = the vector of a box with number at + u * LANES, below `size`, or the reverse (`loads`). Of `memory` [vectors,
-    WORDS] the box has `width` vectors from first + row * pitch on, for each of its rows. `flat`: pitch is width."""
+    """tile[u] = vector at + u * LANES of a box, below `size`; without `loads`, the inverse. Each row of the box has `width`
+    vectors of `memory` [vectors, WORDS] from first + row * pitch on. `flat`: pitch is width."""
     row, column = T.alloc_var("int32"), T.alloc_var("int32")
     row, column = 0, at
     for u in T.unroll(unroll):
         i = at + u * LANES
         if i < size:
             if not flat:
-                if column >= width:  # rarely beyond the first: a division takes as long as twenty additions
+                if column >= width:  # mostly false for u > 0; a division takes as long as twenty additions
                     rows = T.cast(T.cast(column, "uint32") // T.cast(width, "uint32"), "int32")
                     row += rows
                     column -= rows * width
-            where = first + i if flat else first + T.cast(row, "int64") * pitch + column
+            source = first + i if flat else first + T.cast(row, "int64") * pitch + column
             if loads:
                 for v in T.vectorized(WORDS):
-                    tile[u, v] = memory[where, v]
+                    tile[u, v] = memory[source, v]
             else:
                 for v in T.vectorized(WORDS):
-                    memory[where, v] = tile[u, v]
+                    memory[source, v] = tile[u, v]
         column += LANES
 
 
@@ -166,11 +161,10 @@ def move_tile(tile, memory, loads, first, pitch, at, size, width, flat, unroll):
 def move_box(
     target, target_first, target_pitch, target_flat, source, source_first, source_pitch, source_flat, size, width, thread, step, unroll
 ):  # fmt: skip
-    """Copy a box of `size` vectors, see `move_tile`; by some warps, as `exchange.stream`: loads do not wait for the stores
-    before them. `thread`: index of this thread among the warps' threads. `step`: their number."""
+    """Copy a box of `size` vectors, see `move_tile`; called by a set of warps, with `thread` and `step` as in
+    `exchange.stream`."""
     even, odd = T.alloc_local((unroll, WORDS), "int32"), T.alloc_local((unroll, WORDS), "int32")
-    i = T.alloc_var("int32")
-    i = thread // LANES * (LANES * unroll) + thread % LANES
+    i = T.alloc_var("int32", thread // LANES * (LANES * unroll) + thread % LANES)
     move_tile(even, source, True, source_first, source_pitch, i, size, width, source_flat, unroll)
     while i < size:
         move_tile(odd, source, True, source_first, source_pitch, i + step * unroll, size, width, source_flat, unroll)
@@ -187,12 +181,12 @@ def all_to_all_transposed_mapped(n_pes, joins_rows, threads=512, blocks=64, unro
     `all_to_all_transposed`, for PEs that are all mapped, with `out`, `x` and `result` as [vectors, 16 bytes as int32].
 
     Args:
-        n_pes, joins_rows, threads, blocks: as there. unroll: see `exchange.stream`.
-        copies: `result`, any memory with this PE's rows, gets the output, and `out` is scratch: an equal number of
-            further blocks copies arrived rows. All blocks must be able to run at once.
+        n_pes, joins_rows, threads, blocks: as in `all_to_all_transposed`. unroll: see `exchange.stream`.
+        copies: `result`, any memory with this PE's rows, gets the output, and `out` is scratch: `blocks` more blocks copy
+            arrived rows. All blocks must be able to run at once.
 
-    `size`, `width` and `column` are vectors: of a row of the narrower tensor, of a PE's part of a row of the wider one, and from
-    its beginning to the moved columns. `pieces`, equal on all PEs: parts in which a block sends its rows, each with a signal.
+    Numbers of vectors: `size` per row of the narrower tensor, `width` per PE's part of a row of the wider one, `column` from
+    there to the moved columns. `pieces`, equal on all PEs: parts in which a block sends its rows, each with a signal.
     """
     out_vectors, x_vectors, result_vectors = (T.dynamic(f"{name}_vectors", "int64") for name in ("out", "x", "result"))
     warps = threads // LANES
@@ -218,19 +212,17 @@ def all_to_all_transposed_mapped(n_pes, joins_rows, threads=512, blocks=64, unro
         with T.Kernel(2 * blocks if copies else blocks, threads=threads) as block:
             thread = T.get_thread_binding()
             me = N.my_pe()
-            call = T.alloc_var("uint64")
-            call = calls[block] + T.uint64(1)
+            call = T.alloc_var("uint64", calls[block] + T.uint64(1))
             agrees = T.alloc_shared((n_pes,), "int32")
             if block == 0 and thread < n_pes:
                 announce(ready, me, call, tag, thread)
-            # Sending blocks come first, then copying blocks, which learn from them whether PEs agree: a peer may have
-            # finished the call, and announced the next one, before the copying blocks look.
+            # Sending blocks come first and tell the copying blocks whether PEs agree: a peer may finish the call, and
+            # announce the next one, before the copying blocks compare tags.
             sends = block < blocks
             share = block % blocks
             agreed = T.alloc_var("int32")
             if sends:
-                same = T.alloc_var("int32")
-                same = 1
+                same = T.alloc_var("int32", 1)
                 await_room(agrees, same, ready, call, tag, status, block, thread, n_pes)
                 all_agree(agreed, agrees, n_pes)
                 if copies and thread == 0:
@@ -241,8 +233,9 @@ def all_to_all_transposed_mapped(n_pes, joins_rows, threads=512, blocks=64, unro
                     agrees[0] = T.cast(word == piece_number(call, ALL_PIECES), "int32")
                 T.sync_threads()
                 agreed = agrees[0]
-            others = T.alloc_var("int32")
-            others = T.if_then_else(sends, n_pes, n_pes - 1)  # a PE's own part goes to `result` at once
+            others = T.alloc_var(
+                "int32", T.if_then_else(sends, n_pes, n_pes - 1)
+            )  # a PE's own part goes directly to `result`
             if not copies:
                 others = n_pes
             warp = thread // LANES
@@ -250,15 +243,15 @@ def all_to_all_transposed_mapped(n_pes, joins_rows, threads=512, blocks=64, unro
             end = T.alloc_var("int64")
             for piece in T.serial(T.if_then_else(agreed != 0, pieces, 0)):
                 number = piece_number(call, T.if_then_else(piece + 1 < pieces, piece + 1, ALL_PIECES))
-                # One PE per warp, or several in turn if there are fewer warps than PEs.
+                # One PE per warp; several in turn if there are fewer warps than PEs.
                 for turn in T.serial(-(-n_pes // warps)):
                     groups = T.max(others, 1)
                     hop = warp % groups + turn * warps
-                    place = warp // groups * LANES + thread % LANES
+                    worker = warp // groups * LANES + thread % LANES
                     step = (warps - warp % groups + groups - 1) // groups * LANES
                     if hop < others:
                         pe = T.if_then_else(sends, me + hop + 1, me + n_pes - hop - 1) % n_pes
-                        # The PE whose rows these are, the one with fewer rows.
+                        # The PE with fewer rows, which owns these rows.
                         owner = T.if_then_else(sends if joins_rows else block >= blocks, me, pe)
                         rows = starts[owner + 1] - starts[owner]
                         begin = rows * share // blocks
@@ -279,19 +272,19 @@ def all_to_all_transposed_mapped(n_pes, joins_rows, threads=512, blocks=64, unro
                                     move_box(
                                         result, narrow if joins_rows else to, n_pes * width, joins_rows,
                                         x, of if joins_rows else narrow, n_pes * width, not joins_rows,
-                                        vectors, size, place, step, unroll,
+                                        vectors, size, worker, step, unroll,
                                     )  # fmt: skip
                                 else:
                                     move_box(
                                         N.remote(out, pe), narrow if joins_rows else to, n_pes * width, joins_rows,
                                         x, of if joins_rows else narrow, n_pes * width, not joins_rows,
-                                        vectors, size, place, step, unroll,
+                                        vectors, size, worker, step, unroll,
                                     )  # fmt: skip
                             elif copies:
                                 at = narrow if joins_rows else pe * width + wide
                                 move_box(
                                     result, at, n_pes * width, joins_rows, out, at, n_pes * width, joins_rows,
-                                    vectors, size, place, step, unroll,
+                                    vectors, size, worker, step, unroll,
                                 )  # fmt: skip
                 if sends:
                     T.sync_threads()
@@ -308,12 +301,10 @@ def all_to_all_transposed_mapped(n_pes, joins_rows, threads=512, blocks=64, unro
 
 # Bytes of a piece of a rank's result, and most pieces of a call: a piece is copied while the next one is sent.
 PIECE_BYTES, MOST_PIECES = 16 << 20, 8
-# This many push fastest when all PEs send at once; in the simulator each block costs time.
-BLOCKS, SIMULATED_BLOCKS = 64, 16
 
 
 def checked_lengths(name: str, lengths: Sequence[int], n_pes: int) -> list[int]:
-    """Lengths of the parts of all PEs; TypeError or ValueError, with the collective's name, for invalid ones."""
+    """Lengths of the parts of all PEs. Raises TypeError or ValueError, with the collective's name."""
     try:
         parts = [operator.index(length) for length in lengths]
     except TypeError:
@@ -354,17 +345,10 @@ class AllToAllTransposed(Collective):
 
     @named("tilescale_net.AllToAllTransposed")
     def __call__(
-        self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        cut: int,
-        join: int,
-        *,
-        lengths: Sequence[int] | None = None,
-        chunk: tuple[int, int] = (0, 1),
-        result: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The p-th part of `x` along axis `cut` goes to PE p, and parts are joined along axis `join` in the order of the
+        self, out: torch.Tensor, x: torch.Tensor, cut: int, join: int, *, lengths: Sequence[int] | None = None,
+        chunk: tuple[int, int] = (0, 1), result: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The p-th part of `x` along axis `cut` goes to PE p, and parts are concatenated along axis `join` in the order of the
         PEs; asynchronous on the current stream.
 
         From a part of the sequence with all heads to the whole sequence with a part of the heads, of tensors [batch,
@@ -373,18 +357,18 @@ class AllToAllTransposed(Collective):
         Args:
             out: symmetric, contiguous, of x's dtype; has the shape of `x` with axis `cut` divided, and axis `join`
                 multiplied, by the number of PEs; or by `lengths` and `chunk`.
-            x: contiguous, of the same shape on all ranks but for `lengths`, apart from `out` in memory. Symmetric if some
-                PEs are on other nodes.
+            x: contiguous, of the same shape on all ranks except for `lengths`, disjoint from `out`. Symmetric if some PEs are
+                on other nodes.
             cut, join: two axes; negative ones count from the end.
-            lengths: number of elements of each PE's part of the earlier of the two axes, equal on all ranks; 0 or more. Without
-                them parts are equal.
-            chunk: (c, count): only the c-th of `count` equal parts of each PE's part of the later axis moves, to or from a
+            lengths: number of elements of each PE's part of the earlier of the two axes, equal on all ranks; 0 or more. By
+                default parts are equal.
+            chunk: (c, count): move only the c-th of `count` equal parts of each PE's part of the later axis, to or from a
                 tensor of that size, for chunk-by-chunk computation.
-            result: like `out`, in any memory, apart from `out` and `x`; gets the result, and `out` is scratch. It is copied
-                while other parts arrive if all parts are whole vectors of 16 bytes. Not with `chunk`.
+            result: like `out`, in any memory, disjoint from `out` and `x`; gets the result, and `out` is scratch. It is
+                copied while other parts arrive if all parts are whole vectors of 16 bytes. Excludes `chunk`.
 
         Returns:
-            `out`, or `result`. Later work on the stream may write `x` again.
+            `out`, or `result`. Later work on the stream may overwrite `x`.
 
         Raises:
             TypeError, ValueError, HeapError: a wrong argument, by name; nothing was sent.
@@ -415,17 +399,16 @@ class AllToAllTransposed(Collective):
                 )
             self._check_apart("result", result, "out", out)
             self._check_apart("result", result, "x", x)
-        place, shape = self._place_of(out), list(x.shape)
+        offset, shape = self._offset_of(out), list(x.shape)
         if lengths is not None:
             shape[min(cut, join)] = -1
         noted = (
             "x of shape {} and {}, cut {}, join {}, lengths {}, chunk {}, out at heap offset {}",
-            tuple(shape), x.dtype, cut, join, None if lengths is None else tuple(parts), chunk, place,
+            tuple(shape), x.dtype, cut, join, None if lengths is None else tuple(parts), chunk, offset,
         )  # fmt: skip
         tag = self._agree(*noted)
         if sum(parts) * math.prod(shape[: min(cut, join)]) * math.prod(shape[min(cut, join) + 1 :]):
-            call = cut, join, parts, chunk, place, tag
-            again = self._launch(out, x, result, *call)
+            again = self._launch(out, x, result, cut, join, parts, chunk, offset, tag)
             if key is not None:
                 self._again[key] = noted, again
         return out if result is None else result
@@ -440,7 +423,8 @@ class AllToAllTransposed(Collective):
         return result.shape, result.dtype, first & 15, overlaps, result.is_neg() or result.is_conj()
 
     def _launch(
-        self, out: torch.Tensor, x: torch.Tensor, result: torch.Tensor | None, cut: int, join: int, parts: list[int], chunk: tuple[int, int], place: int, tag: int
+        self, out: torch.Tensor, x: torch.Tensor, result: torch.Tensor | None, cut: int, join: int, parts: list[int],
+        chunk: tuple[int, int], offset: int, tag: int,
     ) -> Callable[..., None]:  # fmt: skip
         joins_rows, (early, late) = join < cut, sorted((cut, join))
         middle = math.prod(x.shape[early + 1 : late])
@@ -454,18 +438,18 @@ class AllToAllTransposed(Collective):
         if starts is None:
             with torch.inference_mode(False):
                 starts = self._starts[extents] = torch.tensor(starts_of, dtype=torch.int64, device=self.device)
-        given_out, given_x = out, x
+        caller_out, caller_x = out, x
         if not joins_rows and len(set(parts)) > 1:
-            # Peers may have rows; an empty tensor has no address.
-            out = self._heap[place : place + batches * max(parts) * middle * out_pitch]
+            # Peers may have more rows; an empty tensor has no address.
+            out = self._heap[offset : offset + batches * max(parts) * middle * out_pitch]
         if not x.numel():
             x = self._heap[:x_pitch]
         tensors: tuple[torch.Tensor, ...] = out, x
         if result is not None:
             tensors = out, x, result if result.numel() else self._heap[:out_pitch]
             if 2 * self.blocks > self.block_limit or not self._by_vectors(size, *tensors):
-                return self._launch_and_copy(given_out, given_x, result, cut, join, parts, chunk, place, tag)
-        fixed = {"status": self.status_record, **self._words}
+                return self._launch_and_copy(caller_out, caller_x, result, cut, join, parts, chunk, offset, tag)
+        constants = {"status": self.status_record, **self._words}
         if self._by_vectors(size, *tensors):
             names = ("out", "x", "result")[: len(tensors)]
             nbytes = starts_of[-1] * batches * size  # of a result, with equal parts
@@ -476,7 +460,7 @@ class AllToAllTransposed(Collective):
                     self.n_pes, joins_rows, **self._mapped_options, copies=result is not None
                 )
                 parameters = "starts", "batches", "column", "size", "width", "pieces", "tag", *names
-                return Launch(kernel, fixed, parameters, self._world, forms=dict.fromkeys(names, VECTORS))
+                return Launch(kernel, constants, parameters, self._world, forms=dict.fromkeys(names, VECTORS))
 
             launch = self.prepared(("mapped", joins_rows, result is not None), make)
             vectors = size // VECTOR_BYTES
@@ -487,7 +471,7 @@ class AllToAllTransposed(Collective):
                 forms: dict[str, Form] = {"out": ((-1, out_pitch), torch.uint8), "x": ((-1, x_pitch), torch.uint8)}
                 kernel = all_to_all_transposed(self.n_pes, joins_rows, **self._options)
                 parameters = "starts", "batches", "column", "tag", "out", "x"
-                return Launch(kernel, fixed, parameters, self._world, forms=forms)
+                return Launch(kernel, constants, parameters, self._world, forms=forms)
 
             launch = self.prepared((joins_rows, out_pitch, x_pitch), make)
             numbers = batches, chunk[0] * size
@@ -496,7 +480,7 @@ class AllToAllTransposed(Collective):
         return again
 
     def _by_vectors(self, size: int, *tensors: torch.Tensor) -> bool:
-        """Whether parts go through registers, over mapped memory; a row of the narrower tensor has `size` bytes."""
+        """Whether parts go through registers, over mapped memory. `size`: bytes per row of the narrower tensor."""
         return (
             not self.needs_symmetric_source
             and size % VECTOR_BYTES == 0
@@ -524,11 +508,11 @@ class AllToAllTransposed(Collective):
                 raise self._not_cut(x, cut, self.n_pes)
             return [x.shape[early] // (self.n_pes if early == cut else 1)] * self.n_pes
         parts = checked_lengths(self.name, lengths, self.n_pes)
-        wanted = sum(parts) if early == cut else parts[self.rank]
-        if x.shape[early] != wanted:
+        expected = sum(parts) if early == cut else parts[self.rank]
+        if x.shape[early] != expected:
             raise ValueError(
                 f"{self.name}: axis {early} of x of shape {list(x.shape)} has {x.shape[early]} elements; with lengths {parts} it "
-                f"must have {wanted} on rank {self.rank}"
+                f"must have {expected} on rank {self.rank}"
             )
         return parts
 
@@ -560,16 +544,16 @@ class AllToAllTransposed(Collective):
             "among them"
         )
 
-    def _place_of(self, out: torch.Tensor) -> int:
-        """Heap offset, of a tensor without elements too, to which peers with more rows refer."""
-        place: int = (
+    def _offset_of(self, out: torch.Tensor) -> int:
+        """Heap offset, also of an empty tensor, to which peers with more rows refer."""
+        offset: int = (
             out.untyped_storage().data_ptr() + int(out.storage_offset()) * out.element_size() - self._world.heap.base
         )
-        if not 0 <= place <= self._world.heap.size:
+        if not 0 <= offset <= self._world.heap.size:
             raise tsn.HeapError(
                 f"{self.name}: out of shape {list(out.shape)} is not in the symmetric heap; make it with tilescale_net.empty or zeros"
             )
-        return place
+        return offset
 
     def _axis(self, name: str, axis: int, x: torch.Tensor) -> int:
         if isinstance(axis, bool) or not isinstance(axis, int) or not -x.dim() <= axis < x.dim():

@@ -2,7 +2,7 @@
 
 A rank's output of a head is a mean under the softmax of its own scores, so outputs are weighted by exp(lse): of rank p by
 w_p = exp(lse_p - max lse), divided by the sum of the weights (Rabe and Staats, arXiv:2112.05682; the split of FlashDecoding).
-Outputs and lse travel as vectors that are their own flags, see `N.put_vector`, in one trip: each PE sends a part of the
+Outputs and lse are sent as vectors that are their own flags, see `N.put_vector`, in one trip: each PE sends a part of the
 heads to the PE that merges it, or all rows to all. In two trips the merged parts go to all PEs.
 
 Calls alternate between two halves of the memory, as in all_reduce_push.py.
@@ -30,14 +30,15 @@ from .collective import (
     count_call,
     dtype_name,
     is_aligned,
+    is_integer,
     report_other_call,
 )
 from .launches import Launch
 from .sums import VECTOR_BYTES, vector_of
 
-# Threads of a block that exchange lse. Other threads move rows: polls would delay them.
+# Threads of a block that exchange lse; the other threads move rows, and polls would delay them.
 LSE_THREADS = 32
-# float32 words of the vector that carries a lse: the lse, and the tag of the call, a whole number below 2**24.
+# float32 words of the vector that carries a lse: the lse, and the tag of the call, an integer below 2**24.
 LSE, TAG, LSE_WORDS = 0, 1, 4
 
 
@@ -45,13 +46,13 @@ LSE, TAG, LSE_WORDS = 0, 1, 4
 def exchange_lses(
     lses, agrees, inbox, lse, half, first, rows, call: T.Ref, tag, status, lane, me, n_pes, heads, own, group
 ):
-    """lses[j, p] = PE p's lse of row first + j of this PE's part; agrees[p] = whether PE p makes the same call.
-    By LSE_THREADS threads.
+    """lses[j, p] = PE p's lse of row first + j of this PE's part; agrees[p] = whether PE p makes the same call. Called by
+    LSE_THREADS threads.
 
     Args:
         lses: shared float32 [group, n_pes]. agrees: shared int32 [n_pes].
-        inbox: symmetric float32 [2, trips, n_pes, rows, LSE_WORDS]; half: of it.
-        lse: [batch, heads] of this PE. own: number of heads of a part; all of them: every PE merges all.
+        inbox: symmetric float32 [2, trips, n_pes, rows, LSE_WORDS]; half: its half for this call.
+        lse: [batch, heads] of this PE. own: number of heads per part; with `heads`, every PE merges all.
     """
     mine, theirs = T.alloc_local((LSE_WORDS,), "float32"), T.alloc_local((LSE_WORDS,), "float32")
     T.clear(mine)
@@ -73,8 +74,7 @@ def exchange_lses(
             N.take_vectors(theirs, inbox[half, 0, pe, r, 0:LSE_WORDS])
             lses[j, pe] = theirs[LSE]
             if j == 0:
-                other = T.alloc_var("int32")
-                other = T.cast(theirs[TAG], "int32")
+                other = T.alloc_var("int32", T.cast(theirs[TAG], "int32"))
                 agrees[pe] = T.cast(other == tag, "int32")
                 if other != tag:
                     report_other_call(status, pe, call, tag, call_word(call, other))
@@ -82,7 +82,7 @@ def exchange_lses(
 
 @tsn.macro
 def load_lses(lses, agrees, inbox, first, rows, at, lane, n_pes, group):
-    """As `exchange_lses`, for arrived lses: PE p's are the words behind vector `at` of inbox[0, 0, p]."""
+    """As `exchange_lses`, for lses that have arrived: PE p's are the words behind vector `at` of inbox[0, 0, p]."""
     for turn in T.serial(-(-group * n_pes // LSE_THREADS)):
         index = turn * LSE_THREADS + lane
         j = index // n_pes
@@ -96,8 +96,8 @@ def load_lses(lses, agrees, inbox, first, rows, at, lane, n_pes, group):
 
 @tsn.macro
 def weigh(weights, merged: T.Ref, lses, j, n_pes, base_2):
-    """weights[p] = the weight of PE p's row j, 0 for an empty one; merged = the row's lse. `weights`: local float32
-    [n_pes]. merged: float32 variable. lses: shared [group, n_pes]."""
+    """weights[p] = the weight of PE p's row j, 0 for a row without keys; merged = the row's lse. `weights`: local float32
+    [n_pes]. `lses`: shared [group, n_pes]."""
     low = -T.infinity("float32")
     top, total = T.alloc_var("float32"), T.alloc_var("float32")
     top = low
@@ -126,21 +126,20 @@ def attention_merge(n_pes, dtype, heads, dim, all_heads=False, shots=1, base_2=F
 
     Args:
         n_pes: number of PEs, all of them mapped.
-        dtype: of `out` and `x`: float32, float16 or bfloat16. A row is a multiple of 16 bytes.
-        heads: of `x` [batch, heads, vectors, vector] and `lse` (float32 [batch, heads]), a multiple of `n_pes` unless every PE
-            merges all in one step.
+        dtype: dtype of `out` and `x`: float32, float16 or bfloat16. A row is a multiple of 16 bytes.
+        heads: heads of `x` [batch, heads, vectors, vector] and `lse` (float32 [batch, heads]), a multiple of `n_pes` unless
+            every PE merges all in one step.
         dim: elements of a row.
-        all_heads: `out` and `out_lse` have all heads, and may be `x` and `lse`; else PE p's have the p-th part of them.
-        shots: trips over the links: 1, or 2 with `all_heads`, where each PE merges a part and sends it to all; 0: `inbox` has the
-            rows of all PEs, and behind each PE's its lse.
-        base_2: lse are logarithms to base 2, else natural ones.
-        threads, max_blocks: launch geometry; all blocks run at once.
+        all_heads: `out` and `out_lse` have all heads, and may be `x` and `lse`; otherwise PE p has the p-th part of the heads.
+        shots: trips over the links: 1, or 2 with `all_heads`, where each PE merges a part and sends it to all; 0: `inbox` has
+            the rows of all PEs, each followed by its lse.
+        base_2: lse are logarithms to base 2 instead of natural logarithms.
+        threads, max_blocks: launch geometry; all blocks must be able to run at once.
 
-    `inbox` [2, trips, n_pes, capacity, vector] and `lse_inbox` (float32 [2, trips, n_pes, lse_capacity, LSE_WORDS]), of 2 trips
-    with `all_heads` and else 1, are symmetric, and `calls` (uint64 [max_blocks]) is any device memory; all are zero before
-    the first call and not reset afterwards. With `shots` 0 the inboxes are two views of the same memory [1, 1, n_pes,
-    capacity, 16 bytes]. `tag` encodes the arguments that must be equal on all PEs; if they differ, `out` is not written,
-    and the difference is reported to `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
+    `inbox` [2, trips, n_pes, capacity, vector] and `lse_inbox` (float32 [2, trips, n_pes, lse_capacity, LSE_WORDS]), with 2
+    trips if `all_heads` and else 1, are symmetric, zero before the first call and never reset. With `shots` 0 the inboxes
+    are two views of the same memory [1, 1, n_pes, capacity, 16 bytes]. `tag`, `status` and `calls` [max_blocks]: see
+    `collective.call_word`.
     """
     batch = T.dynamic("batch", "int64")
     capacity, lse_capacity = T.dynamic("capacity", "int64"), T.dynamic("lse_capacity", "int64")
@@ -150,7 +149,7 @@ def attention_merge(n_pes, dtype, heads, dim, all_heads=False, shots=1, base_2=F
     own, sent = heads // parts, (parts if shots else 1)
     out_heads = heads if all_heads else own
     group = max(1, workers // width)  # rows that a block merges at once
-    held = -(-group * width // workers)  # vectors of them that a thread has
+    per_thread = -(-group * width // workers)  # vectors of these rows per thread
     halves, trips = (2, 2 if all_heads else 1) if shots else (1, 1)
 
     @T.prim_func
@@ -171,21 +170,19 @@ def attention_merge(n_pes, dtype, heads, dim, all_heads=False, shots=1, base_2=F
             thread = T.get_thread_binding()
             lses = T.alloc_shared((group, n_pes), "float32")
             agrees = T.alloc_shared((n_pes,), "int32")
-            given = T.alloc_local((held * sent, vector), dtype)
-            got = T.alloc_local((held * n_pes, vector), dtype)
-            merged = T.alloc_local((held, vector), dtype)
+            loaded = T.alloc_local((per_thread * sent, vector), dtype)
+            got = T.alloc_local((per_thread * n_pes, vector), dtype)
+            merged = T.alloc_local((per_thread, vector), dtype)
             sums = T.alloc_local((vector,), "float32")
             weights = T.alloc_local((n_pes,), "float32")
-            whole = T.alloc_local((held, LSE_WORDS), "float32")
+            whole = T.alloc_local((per_thread, LSE_WORDS), "float32")
             theirs = T.alloc_local((n_pes, LSE_WORDS), "float32")
             T.clear(whole)
             agreed = T.alloc_var("int32")
             row_lse = T.alloc_var("float32")
-            call = T.alloc_var("uint64")
-            call = calls[block] + T.uint64(1)
+            call = T.alloc_var("uint64", calls[block] + T.uint64(1))
             half = T.cast(call % T.uint64(2), "int32")
-            rows = T.alloc_var("int64")
-            rows = batch * own
+            rows = T.alloc_var("int64", batch * own)
             for turn in T.serial(T.ceildiv(rows - block * group, T.int64(max_blocks * group))):
                 first = (block + turn * T.int64(max_blocks)) * group
                 if thread >= workers:
@@ -198,25 +195,25 @@ def attention_merge(n_pes, dtype, heads, dim, all_heads=False, shots=1, base_2=F
                         load_lses(lses, agrees, lse_inbox, first, rows, rows * width, thread - workers, n_pes, group)
                 else:
                     if shots > 0:
-                        for u in T.unroll(held):
+                        for u in T.unroll(per_thread):
                             i = u * workers + thread
                             r = first + i // width
                             if i < group * width and r < rows:
                                 for hop in T.unroll(sent):
                                     of = (me + hop + 1) % n_pes * own if sent > 1 else 0
                                     for v in T.vectorized(vector):
-                                        given[u * sent + hop, v] = x[r // own, of + r % own, i % width, v]
-                        for u in T.unroll(held):
+                                        loaded[u * sent + hop, v] = x[r // own, of + r % own, i % width, v]
+                        for u in T.unroll(per_thread):
                             i = u * workers + thread
                             r = first + i // width
                             if i < group * width and r < rows:
                                 N.put_vectors(
                                     inbox[half, 0, me, r * width + i % width, 0:vector],
-                                    given[u * sent : u * sent + sent, 0:vector],
+                                    loaded[u * sent : u * sent + sent, 0:vector],
                                     n_pes,
                                     (me + 1) % n_pes,
                                 )
-                    for u in T.unroll(held):
+                    for u in T.unroll(per_thread):
                         i = u * workers + thread
                         r = first + i // width
                         if i < group * width and r < rows:
@@ -231,14 +228,14 @@ def attention_merge(n_pes, dtype, heads, dim, all_heads=False, shots=1, base_2=F
                                         got[u * n_pes + p, v] = inbox[0, 0, p, r * width + i % width, v]
                 T.sync_threads()
                 all_agree(agreed, agrees, n_pes)
-                for u in T.unroll(held):
+                for u in T.unroll(per_thread):
                     i = u * workers + thread
                     r = first + i // width
                     if thread < workers and i < group * width and r < rows:
                         weigh(weights, row_lse, lses, i // width, n_pes, base_2)
                         T.clear(sums)
                         for p in T.unroll(n_pes):
-                            # Skip the rows of an empty part: they may hold anything.
+                            # Skip rows without keys, whose contents are undefined.
                             if weights[p] > T.float32(0):
                                 for v in T.unroll(vector):
                                     sums[v] += weights[p] * T.cast(got[u * n_pes + p, v], "float32")
@@ -265,7 +262,7 @@ def attention_merge(n_pes, dtype, heads, dim, all_heads=False, shots=1, base_2=F
                             if i % width == 0:
                                 out_lse[r // own, r % own] = row_lse
                 if shots == 2:
-                    for u in T.unroll(held):
+                    for u in T.unroll(per_thread):
                         i = u * workers + thread
                         r = first + i // width
                         if thread < workers and i < group * width and r < rows:
@@ -295,12 +292,12 @@ class AttentionMerge(Collective):
     It replaces vLLM's `cp_lse_ag_out_rs` (`cp_lse_ag_out_ar` with `all_heads`), and its all-to-all of outputs and lse.
 
     Args:
-        all_heads: every rank gets all heads; else rank p gets the p-th part of them.
-        base_2: lse are logarithms to base 2, as in FlashInfer; else natural logarithms, as in FlashAttention.
+        all_heads: every rank gets all heads; otherwise rank p gets the p-th part of the heads.
+        base_2: lse are logarithms to base 2, as in FlashInfer, instead of natural logarithms, as in FlashAttention.
         call_bytes: bytes of `x` per kernel; larger tensors take several kernels. The heap holds twice as many, with
-            `all_heads` four times, and a quarter of that for the lse.
+            `all_heads` four times as many, and a quarter of that for the lse.
         threads: see `Collective`.
-        blocks: see `Collective`; None: one for each SM, at most 128.
+        blocks: see `Collective`; None: one per SM, at most 128.
         group: the ranks; see `tilescale_net.world`.
 
     Raises:
@@ -310,20 +307,14 @@ class AttentionMerge(Collective):
     """
 
     DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-    LARGEST_ROW = 8 * 1024  # bytes; a thread has two vectors of it
+    LARGEST_ROW = 8 * 1024  # bytes, two vectors per thread
 
     def __init__(
-        self,
-        *,
-        all_heads: bool = False,
-        base_2: bool = False,
-        call_bytes: int = 4 << 20,
-        threads: int = 256 + LSE_THREADS,
-        blocks: int | None = None,
-        group: "tsn.Group" = None,
-    ) -> None:
+        self, *, all_heads: bool = False, base_2: bool = False, call_bytes: int = 4 << 20,
+        threads: int = 256 + LSE_THREADS, blocks: int | None = None, group: "tsn.Group" = None,
+    ) -> None:  # fmt: skip
         name = "AttentionMerge"
-        if isinstance(call_bytes, bool) or not isinstance(call_bytes, int) or call_bytes < 1:
+        if not is_integer(call_bytes):
             raise ValueError(f"{name}: call_bytes is {call_bytes!r}; it must be a positive number of bytes")
         if threads == LSE_THREADS:
             raise ValueError(f"{name}: threads is {threads!r}; it must be {2 * LSE_THREADS} or more")
@@ -334,7 +325,7 @@ class AttentionMerge(Collective):
         shown = f"all_heads={all_heads}, base_2={base_2}, call_bytes={call_bytes}"
         super().__init__(name, shown, threads, blocks, group)
         self._all_heads, self._base_2 = bool(all_heads), bool(base_2)
-        # Vectors of a part, and rows of it.
+        # Vectors and rows per part.
         self._capacity = -(-call_bytes // (VECTOR_BYTES * self.n_pes))
         self._lse_capacity = -(-self._capacity // 4)
         self._one_shot_bytes = min(self._capacity * VECTOR_BYTES, (1 << 20) // self.n_pes)
@@ -373,15 +364,15 @@ class AttentionMerge(Collective):
         Args:
             out: contiguous [batch, heads / n_pes, dim], with all_heads [batch, heads, dim], of one of `DTYPES`; begins at a
                 multiple of 16 bytes. With all_heads it may be `x`.
-            out_lse: its lse, float32 [batch, heads of out]. With all_heads it may be `lse`.
-            x: this rank's output for its part of the KV cache, [batch, heads, dim], of out's dtype; a row of `dim` is a multiple
-                of 16 bytes, and at most 8 KiB. Rows without keys may hold anything.
-            lse: logarithm of the sum of the exponentials of the part's scores, float32 [batch, heads]; -inf, +inf or NaN for a
-                part without keys.
+            out_lse: lse of `out`, float32 [batch, heads of out]. With all_heads it may be `lse`.
+            x: this rank's output for its part of the KV cache, [batch, heads, dim], of out's dtype; a row of `dim` is a
+                multiple of 16 bytes, and at most 8 KiB. Rows without keys may have any contents.
+            lse: logarithm of the sum of the exponentials of the part's scores, float32 [batch, heads]; -inf, +inf or NaN for
+                a part without keys.
 
         Returns:
-            `out` and `out_lse`. Sums are made in float32 in the order of the PEs and rounded once; a row's bits do not depend on
-            other rows, and are equal on all PEs. If no rank has keys, rows are 0 and their lse -inf.
+            `out` and `out_lse`. Sums are in float32, in the order of the PEs, and rounded once; a row's bits do not depend
+            on other rows, and are equal on all PEs. If no rank has keys, rows are 0 and their lse -inf.
 
         Raises:
             TypeError, ValueError: a wrong argument, by name; nothing was sent.
@@ -442,10 +433,10 @@ class AttentionMerge(Collective):
             if not is_aligned(VECTOR_BYTES, tensor):
                 raise ValueError(f"{self.name}: {name} must begin at a multiple of {VECTOR_BYTES} bytes")
         for name, result in (("out", out), ("out_lse", out_lse)):
-            for of, given in (("x", x), ("lse", lse)):
-                itself = self._all_heads and result.data_ptr() == given.data_ptr() and result.shape == given.shape
-                if not itself:
-                    self._check_apart(name, result, of, given)
+            for source_name, source in (("x", x), ("lse", lse)):
+                in_place = result.data_ptr() == source.data_ptr() and result.shape == source.shape
+                if not (self._all_heads and in_place):
+                    self._check_apart(name, result, source_name, source)
         self._check_apart("out", out, "out_lse", out_lse)
         if x.numel() and self._shots_and_tokens(x)[1] == 0:
             raise ValueError(
@@ -468,26 +459,17 @@ class AttentionMerge(Collective):
         vector = VECTOR_BYTES // x.element_size()
 
         def make() -> Launch:
-            kernel = attention_merge(
-                self.n_pes,
-                dtype_name(x.dtype),
-                heads,
-                dim,
-                self._all_heads,
-                shots,
-                self._base_2,
-                self.threads,
-                self.blocks,
-            )
-            fixed = {"status": self.status_record, "calls": self._calls}
+            options = self._all_heads, shots, self._base_2, self.threads, self.blocks
+            kernel = attention_merge(self.n_pes, dtype_name(x.dtype), heads, dim, *options)
+            constants = {"status": self.status_record, "calls": self._calls}
             if shots:
-                fixed |= {"inbox": self._memory["inbox"].view(x.dtype), "lse_inbox": self._memory["lse_inbox"]}
+                constants |= {"inbox": self._memory["inbox"].view(x.dtype), "lse_inbox": self._memory["lse_inbox"]}
             parameters = (*(() if shots else ("inbox", "lse_inbox")), "tag", "out", "out_lse", "x", "lse")
             forms = {
                 name: ((-1, count, dim // vector, vector), None)
                 for name, count in (("out", out.shape[1]), ("x", heads))
             }
-            return Launch(kernel, fixed, parameters, self._world, forms=forms)
+            return Launch(kernel, constants, parameters, self._world, forms=forms)
 
         inboxes = () if shots else self._exchanged(x, lse)
         launch = functools.partial(self.prepared((x.dtype, heads, dim, shots), make), *inboxes, tag)
@@ -499,21 +481,21 @@ class AttentionMerge(Collective):
         batch, heads, dim = x.shape
         parts = 1 if self._all_heads else self.n_pes
         rows = batch * heads // parts
-        of_rows = rows * dim * x.element_size()
-        size = of_rows + -(-rows * 4 // VECTOR_BYTES) * VECTOR_BYTES
-        sent = self._memory["outbox"][: parts * size].view(parts, size)
-        found = self._memory["inbox"][: self.n_pes * size].view(self.n_pes, size)
-        for first, tensor in ((0, x), (of_rows, lse)):
+        row_bytes = rows * dim * x.element_size()
+        size = row_bytes + -(-rows * 4 // VECTOR_BYTES) * VECTOR_BYTES
+        outbox = self._memory["outbox"][: parts * size].view(parts, size)
+        inbox = self._memory["inbox"][: self.n_pes * size].view(self.n_pes, size)
+        for first, tensor in ((0, x), (row_bytes, lse)):
             by_part = tensor.view(batch, parts, heads // parts, -1).transpose(0, 1)
-            there = sent.view(tensor.dtype)[:, first // tensor.element_size() :][:, : by_part[0].numel()]
-            there.view(by_part.shape).copy_(by_part)
+            target = outbox.view(tensor.dtype)[:, first // tensor.element_size() :][:, : by_part[0].numel()]
+            target.view(by_part.shape).copy_(by_part)
         if self._gather is not None:
-            self._gather(found, sent[0])
+            self._gather(inbox, outbox[0])
         else:
             assert self._exchange is not None
-            self._exchange(found, sent)
+            self._exchange(inbox, outbox)
         return tuple(
-            found.view(dtype).view(1, 1, self.n_pes, size // VECTOR_BYTES, -1) for dtype in (x.dtype, torch.float32)
+            inbox.view(dtype).view(1, 1, self.n_pes, size // VECTOR_BYTES, -1) for dtype in (x.dtype, torch.float32)
         )
 
     def free(self) -> None:

@@ -1,7 +1,7 @@
-"""Broadcast in one kernel: the root scatters its tensor to the others, which put their parts to one another.
+"""Broadcast in one kernel: the root scatters its tensor to the other PEs, which put their parts to one another.
 
-So each link carries the tensor once, also the root's. Blocks share each part; block b waits for the blocks
-b of its peers alone.
+So each link, including the root's, carries the tensor once. Blocks share each part; block b waits only for blocks b of its
+peers.
 """
 
 import tilelang.language as T
@@ -21,6 +21,7 @@ from .collective import (
     announce,
     as_bytes,
     check_chunk,
+    end_call,
     piece_number,
     slice_elements,
 )
@@ -29,9 +30,8 @@ from .exchange import await_room
 # ---------------------------------------------------------------------------------------------------------------------
 # Broadcast over nodes of several PEs: each part of the tensor crosses the network once per node.
 #
-# The root puts a part to every PE of its node. That PE puts it, piece by piece, to the PEs with its index in the other
-# nodes; these put a piece to the PEs of their own node while the next one is in flight. Blocks share each part; block b
-# waits for blocks b of its peers alone.
+# The root puts a part to every PE of its node. That PE puts it in pieces to the PEs with its index in the other nodes,
+# which put a piece to the PEs of their own node while the next one is in flight.
 
 
 @tsn.jit(name="node_broadcast")
@@ -42,12 +42,11 @@ def node_broadcast(
 
     Args:
         n_pes: number of PEs, at most `threads`.
-        node_size: PEs of a node, or a tuple of every node's.
+        node_size: PEs per node, or a tuple with the size of every node.
         chunk_bytes: bytes of a piece.
         dtype, threads, blocks, engine, unroll, ring, least_bytes: see `broadcast`.
 
-    `calls` [blocks] (any device memory), `ready` [n_pes] and `arrived` (by part: [PEs of the largest node, blocks]; symmetric) are uint64,
-    zero before the first call and not reset afterwards. `tag` and `status` as in `broadcast`.
+    Other arguments as in `broadcast`, but `arrived` is [PEs of the largest node, blocks], by part.
     """
     count = T.dynamic("count", "int64")
     of = Nodes.of(n_pes, node_size)
@@ -72,21 +71,17 @@ def node_broadcast(
             first_here, here = me - index, of.size(node)
             home, parts = node == of.node_of(root), of.size(of.node_of(root))
             call = calls[block] + T.uint64(1)
-            # This PE forwards the part of its index, or several in turn, whose pieces arrive before other parts'.
+            # This PE forwards the part with its index, or several parts in turn.
             part = slice_elements(count, parts, dtype, least_bytes)
             share = slice_elements(part, blocks, dtype, least_bytes)
-            first = T.alloc_var("int64")
-            first = T.min(share * block, part)
-            size = T.alloc_var("int64")
-            size = T.min(share, part - first)
-            pieces = T.alloc_var("int64")
-            pieces = T.ceildiv(size, T.int64(chunk))
+            first = T.alloc_var("int64", T.min(share * block, part))
+            size = T.alloc_var("int64", T.min(share, part - first))
+            pieces = T.alloc_var("int64", T.ceildiv(size, T.int64(chunk)))
             agrees = T.alloc_shared((n_pes,), "int32")
             if block == 0 and thread < n_pes:
                 announce(ready, me, call, tag, thread)
             if size > 0:
-                same = T.alloc_var("int32")
-                same = 1
+                same = T.alloc_var("int32", 1)
                 await_room(agrees, same, ready, call, tag, status, block, thread, n_pes, runs_ahead=True)
                 agreed = T.alloc_var("int32")
                 all_agree(agreed, agrees, n_pes)
@@ -131,9 +126,7 @@ def node_broadcast(
                             N.wait(arrived[thread + turn * here, block], "ge", piece_number(call, pieces))
                 if thread < n_pes:
                     N.quiet(thread)
-            T.sync_threads()
-            if thread == 0:
-                calls[block] = call
+            end_call(calls, block, call, thread)
 
     return main
 
@@ -146,14 +139,11 @@ def broadcast(
 
     Args:
         n_pes: number of PEs, at most `threads`, 2 or more.
-        dtype: of `x` [count] (symmetric); count is taken from the tensor.
-        threads, blocks: launch geometry; all blocks must be able to run at once.
-        engine, unroll, ring: see `tilescale_net.language.put_block`.
-        least_bytes: of a block's slice, see `slice_elements`; the same on all PEs.
+        dtype: dtype of `x` [count] (symmetric).
+        threads, blocks, engine, unroll, ring, least_bytes: as in `exchange`.
 
-    `calls` [blocks] (any device memory), `ready` [n_pes] and `arrived` [n_pes, blocks] (symmetric) are uint64, zero before
-    the first call and not reset afterwards. `tag` encodes the arguments that must be equal on all PEs; if they differ, no
-    data move, and the difference is reported to `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
+    `tag`, `status`, `calls` [blocks] and the signals `ready` [n_pes] and `arrived` [n_pes, blocks]: see
+    `collective.call_word`.
     """
     count = T.dynamic("count", "int64")
     options = dict(engine=engine, unroll=unroll, ring=ring)
@@ -181,8 +171,7 @@ def broadcast(
             if block == 0 and thread < n_pes:
                 announce(ready, me, call, tag, thread)
             if first < part:
-                same = T.alloc_var("int32")
-                same = 1
+                same = T.alloc_var("int32", 1)
                 await_room(agrees, same, ready, call, tag, status, block, thread, n_pes, runs_ahead=True)
                 agreed = T.alloc_var("int32")
                 all_agree(agreed, agrees, n_pes)
@@ -208,9 +197,7 @@ def broadcast(
                     if me != root:
                         N.wait(arrived[thread, block], "ge", call)
                     N.quiet(thread)
-            T.sync_threads()
-            if thread == 0:
-                calls[block] = call
+            end_call(calls, block, call, thread)
 
     return main
 
@@ -268,7 +255,9 @@ class Broadcast(Collective):
         self._check("x", x, symmetric=True)
         if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.n_pes:
             raise ValueError(f"{self.name}: root is {root!r}; it must be a rank between 0 and {self.n_pes - 1}")
-        tag = self._agree("x of shape {} and {} at heap offset {}, root {}", x.shape, x.dtype, self.place(x), root)
+        tag = self._agree(
+            "x of shape {} and {} at heap offset {}, root {}", x.shape, x.dtype, self.heap_offset(x), root
+        )
         if x.nbytes and self.n_pes > 1:
             if self._over_nodes:
                 kernel = node_broadcast(self.n_pes, self.node_size, self._chunk_bytes, **self._options)

@@ -1,10 +1,10 @@
 """Collectives of few bytes over the network in one hop: all-gather, all-to-all, reduce-scatter and all-reduce.
 
-Between nodes, announcing that the output may be overwritten and waiting for the network's confirmation take longer than
-sending few bytes. So every PE puts its parts from an outbox into its inbox at each peer without waiting; the peer
-copies them out. Inbox and outbox exist twice and calls alternate: a PE that sends in call i + 2 has received call i + 1
-from all PEs, which had read call i by then. No call waits for room or confirmation, and `x` may be overwritten after
-the call. Between mapped PEs packets.py does the same without fences.
+Between nodes, announcing that the output may be overwritten and waiting for the network's completion take longer than
+sending few bytes. So every PE puts its parts from an outbox into its inbox at each peer without waiting; the peer copies
+them out. Inbox and outbox are double-buffered: a PE that sends in call i + 2 has received call i + 1 from all PEs, which had
+read call i by then. No call waits for space or completion, and `x` may be overwritten after the call. Between mapped PEs
+packets.py does the same without fences.
 """
 
 import weakref
@@ -30,6 +30,7 @@ from .collective import (
     announce,
     check_tag_or_newer,
     dtype_name,
+    end_call,
     is_aligned,
     slice_elements,
 )
@@ -53,22 +54,18 @@ def buffered(
 
     Args:
         n_pes: number of PEs, at most `threads`.
-        capacity: bytes of a part at most, a multiple of 16.
-        dtype: of all but signals; the number of elements of a part, `count * vector`, is taken from the tensors.
-        vector: elements that one load moves, 16 bytes or 1 element; above 1, `x` and `out` are aligned to as many. PEs may
-            differ in it where the part is a multiple of 16 bytes.
-        threads, blocks: launch geometry; all blocks must be able to run at once.
-        split: `x` is [n_pes, count, vector], and PE p gets `x[p]`; else it is [count, vector], and every PE gets all of it.
-        sums: `out` [count, vector] is the sum of the parts of all PEs, as in `reduce_scatter`; else it is [n_pes, count,
-            vector], and `out[p]` is the part of PE p.
+        capacity: most bytes of a part, a multiple of 16.
+        dtype: dtype of the data; a part has `count * vector` elements.
+        vector: elements per load, 16 bytes or 1 element; above 1, `x` and `out` are aligned to as many. PEs may differ in it
+            if the part is a multiple of 16 bytes.
+        split: `x` is [n_pes, count, vector], and PE p gets `x[p]`; otherwise it is [count, vector], and every PE gets all.
+        sums: `out` [count, vector] is the sum of the parts of all PEs, as in `reduce_scatter`; otherwise it is [n_pes,
+            count, vector], and `out[p]` is the part of PE p.
         node_size: see `reduce_scatter`.
-        engine, unroll, ring: see `tilescale_net.language.put_block`.
-        least_bytes: of a block's slice, see `slice_elements`; the same on all PEs.
+        threads, blocks, engine, unroll, ring, least_bytes: as in `exchange`.
 
-    `inbox` [2, n_pes, capacity] and `outbox` [2, n_pes or 1, capacity], in bytes, `ready` [n_pes] and `arrived` [n_pes, blocks]
-    are symmetric, `calls` [blocks] is any device memory; the words are uint64, zero before the first call and not reset
-    afterwards. `tag` encodes the arguments that must be equal on all PEs; if they differ, `out` is not written, and the
-    difference is reported to `status` (int64 [STATUS_WORDS]), see `collective.call_word`.
+    `inbox` [2, n_pes, capacity] and `outbox` [2, n_pes or 1, capacity], in bytes, are symmetric. `tag`, `status`, `calls`
+    [blocks] and the signals `ready` [n_pes] and `arrived` [n_pes, blocks]: see `collective.call_word`.
     """
     count = T.dynamic("count", "int64")
     rows = capacity * 8 // (vector * tvm.DataType(dtype).bits)
@@ -79,8 +76,8 @@ def buffered(
 
     @T.macro
     def put_in_outbox(x, outbox, half, first, size, thread):
-        """The slice of every part that leaves this PE."""
-        kept = T.alloc_local((UNROLL, vector), dtype)
+        """Copy this block's slice of every part to the outbox."""
+        loaded = T.alloc_local((UNROLL, vector), dtype)
         for source in T.serial(sources):
             for turn in T.serial(T.ceildiv(size, T.int64(threads * UNROLL))):
                 i = turn * (threads * UNROLL) + thread
@@ -88,18 +85,18 @@ def buffered(
                     if i + u * threads < size:
                         for v in T.vectorized(vector):
                             if split:
-                                kept[u, v] = x[source, first + i + u * threads, v]
+                                loaded[u, v] = x[source, first + i + u * threads, v]
                             else:
-                                kept[u, v] = x[first + i + u * threads, v]
+                                loaded[u, v] = x[first + i + u * threads, v]
                 for u in T.unroll(UNROLL):
                     if i + u * threads < size:
                         for v in T.vectorized(vector):
-                            outbox[half, source, first + i + u * threads, v] = kept[u, v]
+                            outbox[half, source, first + i + u * threads, v] = loaded[u, v]
 
     @T.macro
     def take_out(out, inbox, outbox, agrees, me, half, first, size, thread):
-        """The slice of every part that is for this PE, its own included."""
-        kept = T.alloc_local((UNROLL, vector), dtype)
+        """Copy this block's slice of every received part, and of this PE's own part, to `out`."""
+        loaded = T.alloc_local((UNROLL, vector), dtype)
         for p in T.serial(n_pes):
             if agrees[p] != 0:
                 for turn in T.serial(T.ceildiv(size, T.int64(threads * UNROLL))):
@@ -108,17 +105,17 @@ def buffered(
                         if i + u * threads < size:
                             for v in T.vectorized(vector):
                                 if p == me:
-                                    kept[u, v] = outbox[half, me if split else 0, first + i + u * threads, v]
+                                    loaded[u, v] = outbox[half, me if split else 0, first + i + u * threads, v]
                                 else:
-                                    kept[u, v] = inbox[half, p, first + i + u * threads, v]
+                                    loaded[u, v] = inbox[half, p, first + i + u * threads, v]
                     for u in T.unroll(UNROLL):
                         if i + u * threads < size:
                             for v in T.vectorized(vector):
-                                out[p, first + i + u * threads, v] = kept[u, v]
+                                out[p, first + i + u * threads, v] = loaded[u, v]
 
     @T.macro
     def add_up(out, inbox, outbox, me, half, first, size, thread):
-        """The sum of the slices of all PEs, in their order."""
+        """Sum this block's slice over all PEs, in their order."""
         for turn in T.serial(T.ceildiv(size, T.int64(threads * UNROLL))):
             i = turn * (threads * UNROLL) + thread
             totals = T.alloc_local((UNROLL, vector), total_dtype)
@@ -162,10 +159,8 @@ def buffered(
             call = calls[block] + T.uint64(1)
             half = T.cast(call % T.uint64(2), "int32")
             share = T.ceildiv(slice_elements(count * vector, blocks, dtype, least_bytes), T.int64(vector))
-            first = T.alloc_var("int64")
-            first = T.min(share * block, count)
-            size = T.alloc_var("int64")
-            size = T.min(share, count - first)
+            first = T.alloc_var("int64", T.min(share * block, count))
+            size = T.alloc_var("int64", T.min(share, count - first))
             agrees = T.alloc_shared((n_pes,), "int32")
             if block == 0 and thread < n_pes:
                 announce(ready, me, call, tag, thread)
@@ -179,8 +174,7 @@ def buffered(
                         count=size * vector, engine=engine, unroll=unroll, ring=ring,
                     )  # fmt: skip
                 if thread < n_pes:
-                    same = T.alloc_var("int32")
-                    same = 1
+                    same = T.alloc_var("int32", 1)
                     if thread != me:
                         word = N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))
                         check_tag_or_newer(same, thread, call, tag, word, status, block == 0)
@@ -195,9 +189,7 @@ def buffered(
                         add_up(out, inbox, outbox, me, half, first, size, thread)
                 else:
                     take_out(out, inbox, outbox, agrees, me, half, first, size, thread)
-            T.sync_threads()
-            if thread == 0:
-                calls[block] = call
+            end_call(calls, block, call, thread)
 
     return main
 
@@ -218,10 +210,10 @@ class Buffers:
 
     Args:
         op: the collective, which owns the memory.
-        split: the PEs' parts differ.
+        split: whether the PEs' parts differ.
         most_bytes: largest part; 0: none.
-        calls, ready: counters and signals that another kernel's calls share; default: not shared.
-        options: of puts, see `put_block`.
+        calls, ready: counters and signals shared with calls of another kernel; default: not shared.
+        options: options of puts, see `put_block`.
 
     Attributes:
         capacity: bytes of a part; 0: unused.
@@ -231,7 +223,7 @@ class Buffers:
         self, op: Collective, split: bool, most_bytes: int = MOST_BYTES, calls: torch.Tensor | None = None,
         ready: torch.Tensor | None = None, **options: Any,
     ):  # fmt: skip
-        # Not a reference: a freed object must not wait for the cycle collector.
+        # A weak reference: a freed object must not wait for the cycle collector.
         self._op: Collective = weakref.proxy(op)
         self._split, self.capacity = split, 0
         if not op.needs_symmetric_source or op.n_pes > MOST_PES or not most_bytes:
@@ -251,7 +243,7 @@ class Buffers:
         return 0 < nbytes <= self.capacity
 
     def launch(self, out: torch.Tensor, x: torch.Tensor, dtype: torch.dtype | None = None) -> Callable[..., None]:
-        """The launch of a call `(tag, out, x)` with tensors like these. `dtype`: of the sum; default: parts stay apart."""
+        """The launch of a call `(tag, out, x)` with tensors like these. `dtype`: dtype of the sum; default: no sum."""
         kind = dtype or torch.uint8
         part = x.nbytes // self._op.n_pes if self._split else x.nbytes
         aligned = part % VECTOR_BYTES == 0 and is_aligned(VECTOR_BYTES, out, x)
@@ -264,18 +256,18 @@ class Buffers:
             op.n_pes, self.capacity, dtype_name(kind), vector, split=self._split, sums=sums,
             node_size=op.node_sum if sums else None, **self._options,
         )  # fmt: skip
-        fixed = dict(self._memory, status=op.status_record)
+        constants = dict(self._memory, status=op.status_record)
         for name in ("inbox", "outbox"):
             memory = self._memory[name].view(kind)
-            fixed[name] = memory.view(*memory.shape[:2], -1, vector)
+            constants[name] = memory.view(*memory.shape[:2], -1, vector)
         whole: Form = (-1, vector), kind
         apart: Form = (op.n_pes, -1, vector), kind
         forms = {"out": whole if sums else apart, "x": apart if self._split else whole}
-        return Launch(kernel, fixed, ("tag", "out", "x"), op.world, forms=forms)
+        return Launch(kernel, constants, ("tag", "out", "x"), op.world, forms=forms)
 
 
 class Parted(Collective):
-    """Base of collectives with a part per PE: small parts travel by `few_bytes`, others through symmetric memory.
+    """Base of collectives with a part per PE: small parts are sent by `few_bytes`, others through symmetric memory.
 
     Attributes:
         one_launch_up_to: bytes of the larger tensor up to which one kernel also copies between ordinary and symmetric
@@ -286,11 +278,11 @@ class Parted(Collective):
     _buffers: Buffers | Packets
 
     def takes_any_memory(self, nbytes: int) -> bool:
-        """Whether parts of this many bytes travel between ordinary tensors as between symmetric ones."""
+        """Whether parts of this many bytes need no symmetric tensors."""
         return not self.needs_symmetric_source and self._buffers.holds(nbytes)
 
     def _key_through(self, out: torch.Tensor, x: torch.Tensor, through: torch.Tensor | None) -> Hashable:
-        """As `_key`, for a call through this memory."""
+        """As `_key`, for a call through `through`."""
         if through is None:
             return self._key(out, x)
         if type(through) is not torch.Tensor:

@@ -1,4 +1,4 @@
-"""The common host side of collective kernels: argument checks, signals that are never reset, agreement of ranks."""
+"""Common parts of collectives: argument checks, signals that are never reset, agreement of ranks."""
 
 import ctypes
 import functools
@@ -27,34 +27,33 @@ if TYPE_CHECKING:
     from tilescale_net.runtime.world import World
 
 
-# These kernels synchronise threads themselves: the compiler sees neither divergent warps nor peers' writes.
+# These kernels synchronise threads themselves; the compiler sees neither divergent warps nor peers' writes.
 EXPLICIT_SYNC = {
     "tl.disable_thread_storage_sync": True,
     "tl.disable_shared_memory_reuse": True,
     "tl.disable_safe_memory_legalize": True,  # callers check every index; guards would cost registers
 }
 
-# Products are rounded before they are added, as everywhere else, so that results can be compared bit by bit.
+# Products are rounded before they are added, as everywhere else, so results can be compared bitwise.
 EXACT_SUMS = "-fmad=false"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Shares of a kernel's blocks in a run of elements.
+# Slices of a tensor per block.
 
 
-# Smallest slice that pays for its signals; with PEs on other nodes, for the messages and copies of a proxy; and with
-# several PEs per node, whose blocks also forward data within it, faster if there are many.
+# Smallest slice that pays for its signals; with PEs on other nodes, for a proxy's messages and copies; and with several
+# PEs per node, where blocks also forward data and more of them are faster.
 MIN_BYTES = 16 * 1024
 MIN_BYTES_OVER_NODES = 128 * 1024
 MIN_BYTES_WITH_GATEWAYS = 32 * 1024
-# Slices begin at multiples of this, to keep the tensors' alignment.
+# Slices begin at multiples of this, which keeps the tensors' alignment.
 ALIGN_BYTES = 128
 
 
 def slice_elements(count, blocks: int, dtype: str, least_bytes: int = MIN_BYTES):
-    """Elements of a slice, int64, when `blocks` blocks share `count` elements of `dtype`; called in a traced kernel.
-    `least_bytes`: of all slices except the last. Block b has [b * slice, min((b + 1) * slice, count)), or nothing if
-    its slice begins at or beyond `count`."""
+    """Elements of a slice (int64) if `blocks` blocks share `count` elements of `dtype`; called in a traced kernel. Block b
+    has [b * slice, min((b + 1) * slice, count)), possibly empty. `least_bytes`: minimum of all slices but the last."""
     element = max(1, tvm.DataType(dtype).bits * tvm.DataType(dtype).lanes // 8)
     align, least = max(1, ALIGN_BYTES // element), max(1, least_bytes // element)
     share = T.max(T.ceildiv(count, T.int64(blocks)), T.int64(least))
@@ -65,17 +64,17 @@ def slice_elements(count, blocks: int, dtype: str, least_bytes: int = MIN_BYTES)
 class Nodes:
     """Nodes of consecutive PEs, which may differ in size; methods take Python integers and kernel expressions.
 
-    With equal nodes this is plain arithmetic; else a comparison for each node behind the first.
+    Equal nodes need plain arithmetic; others a comparison for each node behind the first.
 
     Attributes:
-        sizes: PEs of every node, in order.
+        sizes: number of PEs of every node, in order.
     """
 
     sizes: tuple[int, ...]
 
     @classmethod
     def of(cls, n_pes: int, node_size: int | tuple[int, ...]) -> "Nodes":
-        """Nodes of one size, or of these."""
+        """Nodes of one size, or of the sizes in a tuple."""
         return cls(node_size if isinstance(node_size, tuple) else (node_size,) * (n_pes // node_size))
 
     @property
@@ -126,8 +125,8 @@ class Nodes:
         return pe % self.largest if self.is_even else pe - self.first(self.node_of(pe))
 
     def forwarder(self, node: Any, index: Any) -> Any:
-        """The PE of a node that serves the PEs with this index in others: the one with this index, or, if the node has
-        none, in turn."""
+        """The PE of a node that serves the PEs with this index in other nodes: the PE with the same index, or round-robin if
+        the node is smaller."""
         return self.first(node) + (index if self.is_even else index % self.size(node))
 
     def is_last(self, pe: Any) -> Any:
@@ -142,37 +141,37 @@ PIECE_BITS = 20
 
 
 def piece_number(call, piece):
-    """Value of a signal when the first `piece` pieces of call `call` (uint64) have arrived; above all values of earlier
-    calls."""
+    """Value of a signal when the first `piece` pieces of call `call` (uint64) have arrived; greater than in earlier calls."""
     return (call << T.uint64(PIECE_BITS)) + T.cast(piece, "uint64")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Begin of a call: every rank sends every rank the call number and a tag.
 #
-# The number (uint64, from 1) lives in device memory, so a captured call can be replayed. The tag shares its word and
-# encodes the arguments that must be equal on both ranks: ranks find a difference before any data move.
+# Arguments of the kernels: `calls` (uint64, in any device memory) counts calls, so a captured call can be replayed. `tag`
+# (int32) encodes the arguments that must be equal on all PEs; PEs compare tags before any data move, do not write their
+# outputs if tags differ, and report the difference to `status` (int64 [STATUS_WORDS]). Other words are uint64 signals in
+# symmetric memory. Calls and signals are zero before the first call and never reset.
 
 
-# Bits of a tag, the lower bits of the word; a later call has a greater word, with any tag.
+# Bits of a tag, the lower bits of the word; a later call has a greater word.
 TAG_BITS = 24
 # The words of a status record: code (written last), rank, value, and padding to 32 bytes.
 STATUS_WORDS = 4
-# The code that `compare` reports: another rank makes another call.
+# Code of `compare`: another rank makes another call.
 CALL_MISMATCH = 1
 
 
 @tsn.macro
 def report(status, code, rank, value):
-    """Write a fault where the host sees it, the code last. `status`: int64 [STATUS_WORDS]. `code`: int32, not 0. rank:
-    whose fault it is. value: of the fault."""
+    """Report a fault to the host: its code (int32, not 0), its rank and its value. The code is written last."""
     status[1] = T.cast(rank, "int64")
     status[2] = T.cast(value, "int64")
     N.st(status[0], T.cast(code, "int64"), sem="release")
 
 
 def call_word(call, tag):
-    """The word of a rank that has begun call `call` (uint64); with tag 0 the least such word."""
+    """The word of a rank that has begun call `call` (uint64); the least one with tag 0."""
     return (call << T.uint64(TAG_BITS)) | T.cast(tag, "uint64")
 
 
@@ -184,8 +183,8 @@ def announce(ready, index, call, tag, pe):
 
 @tsn.macro
 def report_other_call(status, rank, call, tag, word):
-    """Report that `rank`, whose call word is `word`, makes another call than this rank. A word of an earlier call is no
-    fault: the job was aborted during the wait for `rank`."""
+    """Report that `rank`, whose call word is `word`, makes another call than this rank. A word of an earlier call is not a
+    fault: the job was aborted during the wait."""
     if word >= call_word(call, 0):
         theirs = T.cast(word & T.uint64((1 << TAG_BITS) - 1), "int64")
         known = T.if_then_else(word >> T.uint64(TAG_BITS) == call, theirs, T.int64((1 << TAG_BITS) - 1))
@@ -194,9 +193,8 @@ def report_other_call(status, rank, call, tag, word):
 
 @tsn.macro
 def compare(same: T.Ref, rank, call, tag, word, status, reports):
-    """same = whether `rank`, whose call word is `word`, makes the same call as this rank. `same`: int32 variable.
-    `word`: at least call `call`'s; a rank with another call may have finished it and begun the next one.
-    `reports`: whether this thread reports a difference."""
+    """same = whether `rank`, whose call word is `word`, makes the same call as this rank. A rank that makes another call
+    may already have begun its next one. `reports`: whether this thread reports a difference."""
     same = T.cast(word == call_word(call, tag), "int32")
     if same == 0 and reports:
         report_other_call(status, rank, call, tag, word)
@@ -204,7 +202,7 @@ def compare(same: T.Ref, rank, call, tag, word, status, reports):
 
 @tsn.macro
 def check_tag_or_newer(same: T.Ref, rank, call, tag, word, status, reports):
-    """As `compare`, for kernels in which a rank that has finished may run ahead: a later word proves agreement."""
+    """As `compare`, for kernels in which a rank may finish early and run ahead: a later word proves agreement."""
     same = T.cast(word == call_word(call, tag) or word >= call_word(call + T.uint64(1), 0), "int32")
     if same == 0 and reports:
         report_other_call(status, rank, call, tag, word)
@@ -212,12 +210,10 @@ def check_tag_or_newer(same: T.Ref, rank, call, tag, word, status, reports):
 
 @tsn.macro
 def agree_by_blocks(agrees, ready, block, call: T.Ref, tag, status, thread, me, n_pes, runs_ahead=False):
-    """Meet the blocks with this index of all PEs; agrees[p] = whether PE p makes the same call as this PE. By a block.
-    `agrees`: shared int32 [n_pes]. ready: signals [n_pes, blocks]. `runs_ahead`: a PE that has finished the call may
-    already show its next one."""
+    """Meet the blocks with this index of all PEs; agrees[p] = whether PE p makes the same call as this PE. Called by a
+    block. `agrees`: shared int32 [n_pes]. `ready`: signals [n_pes, blocks]. `runs_ahead`: see `check_tag_or_newer`."""
     if thread < n_pes:
-        same = T.alloc_var("int32")
-        same = 1
+        same = T.alloc_var("int32", 1)
         if thread != me:
             N.signal(ready[me, block], call_word(call, tag), thread)
             word = N.wait(ready[thread, block], "ge", call_word(call, 0))
@@ -231,16 +227,24 @@ def agree_by_blocks(agrees, ready, block, call: T.Ref, tag, status, thread, me, 
 
 @tsn.macro
 def all_agree(agreed: T.Ref, agrees, n_pes):
-    """agreed = whether all of agrees [n_pes] are 1. By all threads of a block."""
+    """agreed = whether all of agrees [n_pes] are 1. Called by all threads of a block."""
     agreed = 1
     for p in T.unroll(n_pes):
         agreed = agreed & agrees[p]
 
 
 @tsn.macro
+def end_call(calls, block, call, thread):
+    """calls[block] = call (not a variable) when all threads of the block are done. Called by all threads of a block."""
+    T.sync_threads()
+    if thread == 0:
+        calls[block] = call
+
+
+@tsn.macro
 def count_call(calls, block, call: T.Ref, used, thread, threads, max_blocks):
-    """calls[b] = call for this block; block 0 also sets the words of blocks that this call does not use. `calls`:
-    uint64 [max_blocks]. `used`: int64, number of blocks with work."""
+    """calls[b] = call for this block; block 0 also sets the words of unused blocks. `calls`: uint64 [max_blocks]. `used`:
+    int64, number of blocks with work."""
     if thread == 0:
         calls[block] = call
     if block == 0:
@@ -267,29 +271,28 @@ class StatusRecord:
         else:
             self.tensor = torch.frombuffer(raw, dtype=torch.int64)
         self._words = (ctypes.c_int64 * STATUS_WORDS).from_address(self._address)
-        # Whether a fault is pending; every call asks.
+        # Whether a fault is pending; checked by every call.
         self.written: Callable[[], bool]
         self.written, self._watch = _native.launch.words()
         self._watch([self._address])
 
     def close(self) -> None:
-        """Free the record: no kernel writes it any more."""
+        """Free the record; no kernel may write it any more."""
         self._words = (ctypes.c_int64 * STATUS_WORDS)()
         self._watch([])
         del self.tensor
         self._records.give_back(self._address)
 
     def take(self) -> tuple[int, int, int]:
-        """Code, rank and value, once; the code is 0 without a fault."""
-        found = self._words[0], self._words[1], self._words[2]
-        if found[0]:
+        """Take the fault: code, rank and value; the code is 0 without a fault."""
+        code, rank, value, _ = self._words
+        if code:
             self._words[0] = 0
-        return found
+        return code, rank, value
 
 
 class Agreement:
-    """Agreed arguments of calls, each with the number that encodes it in the tag. `name`: of
-    the collective, shown in errors. `world`: its ranks."""
+    """Agreed arguments of calls, and their tags. `name`: the collective, for errors. `world`: its ranks."""
 
     # Tags that encode arguments; after this many they are reused.
     _TAGS = (1 << TAG_BITS) - 1
@@ -302,16 +305,16 @@ class Agreement:
 
     @property
     def status(self) -> torch.Tensor:
-        """The record that kernels report to, int64 [STATUS_WORDS]; made on first use."""
+        """The record that kernels report to, int64 [STATUS_WORDS]; created on first use."""
         if self._record is None:
             with torch.inference_mode(False):
                 self._record = StatusRecord(self._world)
         return self._record.tensor
 
     def number(self, describe: str, *arguments) -> int:
-        """The tag of a call with these arguments, which ranks compare when they are new: collective then. `describe`:
-        text with a `{}` for each argument. `arguments`: hashable. Raises RankMismatch: names two ranks whose arguments
-        differ."""
+        """The tag of a call with these arguments. Collective for new arguments, which the ranks compare; raises
+        RankMismatch, which names two ranks whose arguments differ. `describe`: text with a `{}` for each argument.
+        `arguments`: hashable."""
         key = (describe, *arguments)
         number = self._numbers.get(key)
         if number is None:
@@ -327,7 +330,7 @@ class Agreement:
         return self._record is not None and self._record.written()
 
     def close(self) -> None:
-        """Free the record: no kernel writes it any more."""
+        """Free the record; no kernel may write it any more."""
         record, self._record = self._record, None
         if record is not None:
             record.close()
@@ -348,9 +351,9 @@ class Agreement:
 
 
 _Object = TypeVar("_Object", bound="Collective")
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
-# Blocks that the simulator runs at once.
+# Most blocks of a launch in the simulator.
 SIMULATOR_BLOCKS = 64
 
 
@@ -359,31 +362,30 @@ def sizes_of(specs: BufferSpecs) -> list[int]:
     return [math.prod(shape) * dtype.itemsize for shape, dtype in specs.values()]
 
 
-def check_threads(name: str, what: str, threads: int, ranks: int) -> None:
-    """Raise ValueError for threads per block that the collective kernels cannot run with."""
-    if (
-        isinstance(threads, bool)
-        or not isinstance(threads, int)
-        or threads % 32
-        or not max(32, ranks) <= threads <= 1024
-    ):
+def is_integer(value: object, least: int = 1, unit: int = 1) -> bool:
+    """Whether `value` is an int of at least `least`, and a multiple of `unit`; a bool is not."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least and value % unit == 0
+
+
+def check_threads(name: str, argument: str, threads: int, ranks: int) -> None:
+    """Raise ValueError for an unsupported number of threads per block."""
+    if not is_integer(threads, max(32, ranks), 32) or threads > 1024:
         raise ValueError(
-            f"{name}: {what} is {threads!r}; it must be a multiple of 32, at most 1024, and not below the number of PEs "
+            f"{name}: {argument} is {threads!r}; it must be a multiple of 32, at most 1024, and not below the number of PEs "
             f"({ranks})"
         )
 
 
 def check_chunk(name: str, chunk_bytes: int) -> None:
-    """Raise ValueError for a chunk that the kernels cannot cut tensors into."""
-    if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 128 or chunk_bytes % 128:
+    """Raise ValueError for an unsupported size of a chunk."""
+    if not is_integer(chunk_bytes, 128, 128):
         raise ValueError(f"{name}: chunk_bytes is {chunk_bytes!r}; it must be a positive multiple of 128")
 
 
 @tsn.jit(name="fused_gate")
 def wait_until_resident():
-    """Kernel `(calls, begun, growth, begins)`: ends when `begun[0]` has grown by `begins` in this call.
-
-    Later kernels on the stream then leave the SMs to the blocks that have begun.
+    """Kernel `(calls, begun, growth, begins)`: ends when `begun[0]` has grown by `begins` in this call. Later kernels on the
+    stream then cannot take the SMs of the blocks that have begun.
 
     Args of the kernel:
         calls: int64 [1], the number of this call. begun: uint64 [1], symmetric; grows by `growth` in every call.
@@ -403,14 +405,14 @@ def wait_until_resident():
 class _Constructed(type):
     """Metaclass that frees an object's memory if its construction fails."""
 
-    # Declared to return the instance, so that type checkers take the arguments from `__init__`.
-    def __call__(cls: type[_Made], *args: Any, **named: Any) -> _Made:
+    # Declared to return the instance, so type checkers take the arguments from `__init__`.
+    def __call__(cls: type[_Result], *args: Any, **named: Any) -> _Result:
         with heap.attempt():
             return type.__call__(cls, *args, **named)
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """The constructor's signature: `inspect` would show `__call__`'s."""
+        """The constructor's signature instead of the signature of `__call__`."""
         signature = inspect.signature(inspect.getattr_static(cls, "__init__"))
         return signature.replace(parameters=list(signature.parameters.values())[1:], return_annotation=signature.empty)
 
@@ -418,15 +420,15 @@ class _Constructed(type):
 class Collective(MadeByRanks, metaclass=_Constructed):
     """Base of the host classes: construction is collective, calls are asynchronous on the current stream.
 
-    Signals carry the number of the call, which lives in device memory: nothing is reset between calls, and a call
-    captured in a CUDA graph can be replayed. All ranks make the same calls in the same order. Calls on different streams
-    run one after the other, in the order in which the host made them (see `StreamOrder`).
+    Signals carry the number of the call, which is in device memory: nothing is reset between calls, and a call captured in
+    a CUDA graph can be replayed. All ranks make the same calls in the same order. Calls on different streams run one after
+    the other, in the order of the host (see `StreamOrder`).
 
     Args:
-        name: shown in errors.
+        name: name in errors.
         configuration: arguments that must be equal on all ranks.
-        threads: of a block, a multiple of 32 from the number of ranks to 1024.
-        blocks: of a launch; all of them must be able to run at once.
+        threads: threads per block, a multiple of 32 from the number of ranks to 1024.
+        blocks: blocks per launch; all of them must be able to run at once.
         group: see `tilescale_net.world`.
 
     Raises:
@@ -444,15 +446,15 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         self.device = self._world.device
         # A PE of another node gets its data from the fabric, which reads symmetric memory only.
         self.needs_symmetric_source = 0 in self._world.peer_base
-        # Whether a PE of another node can forward data there that cross the network once.
+        # Whether nodes have several PEs, which can forward data that cross the network once per node.
         self.node_map = Nodes(self._world.topology.sizes)
         self.has_gateways = 1 < len(self.node_map.sizes) < self.n_pes
         # PEs of a node, or of every node if these differ, as kernels take them.
         self.node_size = self.node_map.largest if self.node_map.is_even else self.node_map.sizes
-        # PEs of a group whose sum every algorithm rounds before adding it to others; None: one rounding over all PEs.
+        # Number of PEs whose sum every algorithm rounds before adding it to others; None: one rounding over all PEs.
         self.node_sum = self.node_size if self.has_gateways else None
-        of_slices = MIN_BYTES_WITH_GATEWAYS if self.has_gateways else MIN_BYTES_OVER_NODES
-        self.min_slice_bytes = of_slices if self.needs_symmetric_source else MIN_BYTES
+        over_nodes = MIN_BYTES_WITH_GATEWAYS if self.has_gateways else MIN_BYTES_OVER_NODES
+        self.min_slice_bytes = over_nodes if self.needs_symmetric_source else MIN_BYTES
         check_threads(name, "threads", threads, self.n_pes)
         limit = SIMULATOR_BLOCKS
         if self.device.type == "cuda":
@@ -465,11 +467,11 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         self._agreement = Agreement(name, self._world)
         self._order = StreamOrder(self.device)
         self._mapped: dict[tuple, tuple[bool, int, tuple]] = {}
-        # Up to the heap's limit: beyond its size there are no tensors yet.
+        # Up to the heap's limit, because it may grow.
         self._heap_range = self._world.heap.base, self._world.heap.base + self._world.heap.limit
         self._launches: dict[Hashable, Callable[..., None]] = {}
         self._again: dict[Hashable, tuple[tuple, Callable[..., Any]]] = {}
-        self._mismatch: tsn.RankMismatch | None = None  # which every call raises
+        self._mismatch: tsn.RankMismatch | None = None  # raised by every call
         self._owned: list[torch.Tensor] = []
         self._counters: list[torch.Tensor] = []
         self._members = self._world.control.members
@@ -483,7 +485,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         self._call_track.reported = self._agreement.has_reported  # the log does not hold this object
 
     def _symmetric(self, shape: tuple[int, ...] | int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeroed symmetric memory that `free` gives back; HeapError, on all ranks alike, frees the tensors so far."""
+        """Zeroed symmetric memory, owned by this object. On HeapError, which all ranks raise, frees the earlier tensors."""
         try:
             self._owned.append(tsn.zeros(shape, dtype, group=self._world))
         except tsn.HeapError:
@@ -492,19 +494,18 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         return self._owned[-1]
 
     def allocate(self, specs: BufferSpecs) -> dict[str, torch.Tensor]:
-        """Allocate all of `specs`, zeroed, or raise HeapError before anything is allocated."""
+        """Allocate all of `specs`, zeroed, or raise HeapError and allocate nothing."""
         sizes, memory = sizes_of(specs), self._world.heap
         if not memory.make_room(sizes):
             raise tsn.HeapError(
                 f"{self.name} on rank {self.rank}: needs {heap.footprint(sizes)} bytes of symmetric memory; the heap of "
                 f"{memory.size} bytes has no room for them; free tensors, or {memory.advice(sizes)}"
             )
-        return {name: self._symmetric(*what) for name, what in specs.items()}
+        return {name: self._symmetric(*spec) for name, spec in specs.items()}
 
     def replace(self, old: dict[str, torch.Tensor], specs: BufferSpecs) -> dict[str, torch.Tensor]:
-        """Free the tensors of `old` that `specs` names, and allocate new ones; collective. HeapError, on all ranks
-        alike, frees all memory of this object.
-        """
+        """Replace the tensors of `old` that `specs` names; collective. On HeapError, which all ranks raise, frees all memory
+        of this object."""
         for name in specs:
             if any(tensor is old[name] for tensor in self._owned):
                 self._owned = [tensor for tensor in self._owned if tensor is not old[name]]
@@ -516,12 +517,12 @@ class Collective(MadeByRanks, metaclass=_Constructed):
             raise
 
     def tracked_by(self: _Object, calls: "Track") -> _Object:
-        """This object, used within calls of another one, which are logged in `calls`."""
+        """Use this object within calls of another object, which are logged in `calls`."""
         self._call_track.outer = calls
         return self
 
     def ordered_by(self: _Object, order: StreamOrder) -> _Object:
-        """This object, with its calls in the common `order` of several objects."""
+        """Order the calls of this object with the calls of other objects, in the common `order`."""
         self._order = order
         order.follow()
         return self
@@ -536,7 +537,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         return self._symmetric(shape, torch.uint64)
 
     def counters(self, *shape: int) -> torch.Tensor:
-        """Zeroed words of this rank alone."""
+        """Zeroed uint64 words in local memory."""
         with torch.inference_mode(False):
             self._counters.append(torch.zeros(shape, dtype=torch.uint64, device=self.device))
         return self._counters[-1]
@@ -548,7 +549,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         self._release()
 
     def _release(self) -> None:
-        """Free this object's resources in its world. All ranks are here."""
+        """Free this object's resources. All ranks call this."""
         owned, self._owned = self._owned, []
         for tensor in owned:
             tsn.free(tensor, group=self._world)
@@ -597,7 +598,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         self._order.follow()
 
     def _check_callable(self) -> None:
-        """Raise TileScaleError unless all ranks that the object was made with are still in the job."""
+        """Raise TileScaleError unless all ranks of the object are still in the job."""
         self._check_alive()
         if self._members is not self._world.control.members:
             raise tsn.TileScaleError(
@@ -607,7 +608,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         self._raise_mismatch()
 
     def _check(self, name: str, tensor, dtype: torch.dtype | None = None, symmetric: bool = False) -> None:
-        """Raise TypeError, ValueError or HeapError, naming the argument, for a tensor that kernels cannot use."""
+        """Raise TypeError, ValueError or HeapError, which name the argument, for a tensor that kernels cannot use."""
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{self.name}: {name} must be a tensor, not {type(tensor).__name__}")
         if dtype is not None and tensor.dtype != dtype:
@@ -628,7 +629,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
             )
 
     def _check_parts(self, name: str, tensor: torch.Tensor, part_name: str, part: torch.Tensor) -> None:
-        """Raise ValueError unless `tensor` has the shape of n_pes of `part`, stacked or joined along the first axis."""
+        """Raise ValueError unless `tensor` has the shape of n_pes parts, stacked or concatenated along the first axis."""
         stacked = torch.Size((self.n_pes, *part.shape))
         joined = torch.Size((self.n_pes * part.shape[0], *part.shape[1:])) if part.dim() else stacked
         if tensor.shape not in (stacked, joined):
@@ -638,7 +639,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
             )
 
     def _check_apart(self, a_name: str, a: torch.Tensor, b_name: str, b: torch.Tensor) -> None:
-        """Raise ValueError when two tensors overlap."""
+        """Raise ValueError if two tensors overlap."""
         if a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes:
             raise ValueError(f"{self.name}: {a_name} and {b_name} overlap in memory")
 
@@ -647,7 +648,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
     def _agree(self, describe: str, *arguments) -> int:
         """The tag of a call with these arguments; see `Agreement.number`.
 
-        Later calls with the same arguments cost nothing, so that a call can be captured in a CUDA graph.
+        Later calls with the same arguments need no agreement, so a CUDA graph can capture them.
         """
         self._call_track.note(describe, *arguments)
         return self._number(describe, *arguments)
@@ -663,7 +664,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
     def check(self) -> None:
         """Wait for the calls so far and raise errors of their arguments. Not collective.
 
-        In the simulator each call does this; on a GPU it would cost a synchronisation.
+        In the simulator each call does this; on a GPU it synchronises with the host.
 
         Raises:
             RankMismatch: another rank made another call; names both.
@@ -684,34 +685,34 @@ class Collective(MadeByRanks, metaclass=_Constructed):
             raise error
 
     def _raise_mismatch_if_simulated(self) -> None:
-        """If a launch returns after its kernels (simulator), a mismatch is known at once."""
+        """Raise a mismatch at once in the simulator, where a launch returns after its kernels."""
         if self.device.type == "cpu":
             self._raise_mismatch()
 
-    def _launch_checked(self, launch: Callable[..., _Made], *arguments: Any) -> _Made:
+    def _launch_checked(self, launch: Callable[..., _Result], *arguments: Any) -> _Result:
         """Launch a kernel; a mismatch that it reports explains a timed-out wait."""
         try:
-            found = launch(*arguments)
+            result = launch(*arguments)
         except tsn.TileScaleError:
             self._raise_mismatch()
             raise
         self._raise_mismatch_if_simulated()
-        return found
+        return result
 
-    # -- calls that are made again ----------------------------------------------------------------------------------
+    # -- repeated calls ---------------------------------------------------------------------------------------------
 
     def prepared(self, key: Hashable, make: Callable[[], Launch]) -> Callable[..., None]:
-        """The launch `make()` of a key, made on first use."""
-        found = self._launches.get(key)
-        if found is None:
+        """The launch of a key, created by `make()` on first use."""
+        launch = self._launches.get(key)
+        if launch is None:
             with torch.inference_mode(False):
-                found = self._launches[key] = make().quick()
-        return found
+                launch = self._launches[key] = make().quick()
+        return launch
 
     def _key(self, a: Any, b: Any, *options: Hashable) -> Hashable:
         """Key of checks, agreement and launch of a call with these tensors; None: no fast path.
 
-        Calls of one key do the same but for the tensors' addresses outside of the symmetric heap.
+        Calls with the same key differ only in the addresses of tensors outside of the symmetric heap.
         """
         device = self.device
         if type(a) is not torch.Tensor or type(b) is not torch.Tensor or a.device != device or b.device != device:
@@ -723,43 +724,43 @@ class Collective(MadeByRanks, metaclass=_Constructed):
             return None
         first, second = a.data_ptr(), b.data_ptr()
         base, end = self._heap_range
-        places = first - base if base <= first <= end else None, second - base if base <= second <= end else None
-        if first < second + b.nbytes and second < first + a.nbytes and None in places:
+        offsets = first - base if base <= first <= end else None, second - base if base <= second <= end else None
+        if first < second + b.nbytes and second < first + a.nbytes and None in offsets:
             options = *options, second - first  # they overlap
-        return a.shape, b.shape, kind, other, first & 15, second & 15, places, self._call_track.origin, *options
+        return a.shape, b.shape, kind, other, first & 15, second & 15, offsets, self._call_track.origin, *options
 
     def _made_again(self, key: Hashable, *tensors: torch.Tensor) -> bool:
         """Repeat an earlier call of this key; False if there is none."""
-        found = self._again.get(key) if key is not None else None
-        if found is None:
+        earlier = self._again.get(key) if key is not None else None
+        if earlier is None:
             return False
-        noted, launch = found
+        noted, launch = earlier
         self._call_track.note(*noted)
         self._launch_checked(launch, *tensors)
         return True
 
-    def _agree_on_places(self, describe: str, *arguments, places: list[int | None]) -> tuple[bool, int, tuple]:
+    def _agree_on_offsets(self, describe: str, *arguments, offsets: list[int | None]) -> tuple[bool, int, tuple]:
         """As `_agree`; also whether kernels may use tensors in place, in the memory of all PEs.
 
         Args:
-            places: heap offsets of the tensors, None for tensors elsewhere. They may differ between ranks.
+            offsets: heap offsets of the tensors, None for other tensors. They may differ between ranks.
 
         Returns:
-            Whether no rank has None and all have the same offsets; the tag of a call, which then covers the offsets;
-            and the text for the call log.
+            Whether all ranks have the same offsets and no None; the tag of a call, which then covers the offsets; and the
+            text for the call log.
         """
         # If one tensor is copied, the offsets of the others do not matter.
-        key = (self._call_track.origin, describe, *arguments, *([None] if None in places else places))
+        key = (self._call_track.origin, describe, *arguments, *([None] if None in offsets else offsets))
         known = self._mapped.get(key)
         if known is None:
             self._call_track.note(f"{describe}, tensors at places that were not used before", *arguments)
             tag = self._number(describe, *arguments)
-            mine = [-1 if place is None else place for place in places]  # ranks compare values of one type
+            mine = [-1 if offset is None else offset for offset in offsets]  # ranks compare values of one type
             everyone = self._world.control.gather(f"{self.name}: where the tensors are", mine)
-            mapped = None not in places and all(theirs == mine for theirs in everyone)
+            mapped = None not in offsets and all(theirs == mine for theirs in everyone)
             if mapped:
-                tag = self._number(f"{describe}, tensors at heap offsets {{}}", *arguments, tuple(places))
-                noted: tuple = f"{describe}, tensors at heap offsets {{}}", *arguments, tuple(places)
+                noted: tuple = f"{describe}, tensors at heap offsets {{}}", *arguments, tuple(offsets)
+                tag = self._number(*noted)
             else:
                 noted = f"{describe}, tensors that were used before and are copied", *arguments
             known = self._mapped[key] = mapped, tag, noted
@@ -767,19 +768,21 @@ class Collective(MadeByRanks, metaclass=_Constructed):
             self._call_track.note(*known[2])
         return known
 
-    def place_of_vectors(self, tensor: torch.Tensor) -> int | None:
+    def aligned_offset(self, tensor: torch.Tensor) -> int | None:
         """Heap offset of a symmetric tensor that begins and ends at multiples of 16 bytes; None for others."""
         heap = self._world.heap
         inside = 0 <= tensor.data_ptr() - heap.base <= heap.size - tensor.nbytes
-        return self.place(tensor) if inside and is_aligned(16, tensor) else None
+        return self.heap_offset(tensor) if inside and is_aligned(16, tensor) else None
 
-    def place(self, tensor: torch.Tensor) -> int:
-        """Heap offset of a symmetric tensor; 0 for one without elements."""
+    def heap_offset(self, tensor: torch.Tensor) -> int:
+        """Heap offset of a symmetric tensor; 0 for an empty tensor."""
         return tensor.data_ptr() - self._world.heap.base if tensor.numel() else 0
+
+    place, place_of_vectors = heap_offset, aligned_offset  # former names
 
 
 def is_aligned(nbytes: int, *tensors: torch.Tensor) -> bool:
-    """Whether tensors begin and end at multiples of this many bytes."""
+    """Whether tensors begin and end at multiples of `nbytes` bytes."""
     return all((tensor.data_ptr() | tensor.nbytes) % nbytes == 0 for tensor in tensors)
 
 
@@ -790,6 +793,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def as_bytes(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
-    """A contiguous tensor as bytes, without a copy; its axes of one element may have any stride."""
+    """A view of a contiguous tensor as bytes; axes of one element may have any stride."""
     dense = tensor if tensor.dim() and tensor.stride(-1) == 1 else tensor.as_strided((tensor.numel(),), (1,))
     return dense.view(torch.uint8).view(shape)

@@ -1,10 +1,10 @@
-"""The kernel of all-gather and of all-to-all with equal splits, by puts: every PE puts a part to the same place at every PE.
+"""Kernels of all-gather and of all-to-all with equal splits: every PE puts a part to the same offset at every PE.
 
-`exchange` serves any PE and any alignment, `exchange_mapped` mapped PEs.
+`exchange` supports any PE and any alignment, `exchange_mapped` mapped PEs.
 
 A call begins with a signal to every peer that the output may be overwritten, which also identifies the output, and ends
-when every peer's part has arrived: calls follow one another without a barrier. No data move between PEs with different
-outputs. Blocks share each part; block b waits for the blocks b of its peers.
+when every peer's part has arrived, so calls need no barrier between them. No data move between PEs with different outputs.
+Blocks share each part; block b waits only for blocks b of its peers.
 """
 
 from collections.abc import Callable
@@ -24,6 +24,7 @@ from .collective import (
     announce,
     check_tag_or_newer,
     compare,
+    end_call,
     is_aligned,
     slice_elements,
 )
@@ -33,9 +34,8 @@ from .sums import VECTOR_BYTES, add_up, batch_of, vector_of
 
 @tsn.macro
 def await_room(agrees, same: T.Ref, ready, call, tag, status, block, thread, n_pes, runs_ahead=False):
-    """Wait, one thread per PE, until all have begun the call; agrees[p], and `same` of thread p, = whether PE p makes
-    the same call. `runs_ahead`: a PE may finish the call before all have looked, as the root of a broadcast, which gets
-    nothing."""
+    """Wait, one thread per PE, until all PEs have begun the call; agrees[p], and `same` of thread p, = whether PE p makes
+    the same call. `runs_ahead`: a PE may finish the call before all have compared tags, like the root of a broadcast."""
     if thread < n_pes:
         word = N.wait(ready[thread], "ge", call << T.uint64(TAG_BITS))
         if runs_ahead:
@@ -51,16 +51,15 @@ def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, least_bytes, *
 
     Args:
         n_pes: number of PEs, at most `threads`.
-        dtype: of `out` [n_pes, count] (symmetric) and `x`; count is taken from the tensors.
+        dtype: dtype of `out` [n_pes, count] (symmetric) and `x`.
         threads, blocks: launch geometry; all blocks must be able to run at once.
         engine, unroll, ring: see `tilescale_net.language.put_block`.
-        least_bytes: of a block's slice, see `slice_elements`; the same on all PEs.
-        split: `x` is [n_pes, count], and PE p gets `x[p]`; else it is [count], and every PE gets all of it.
-        in_place: `x` is `out[my_pe]` already.
+        least_bytes: minimum of a block's slice, see `slice_elements`; equal on all PEs.
+        split: `x` is [n_pes, count], and PE p gets `x[p]`; otherwise it is [count], and every PE gets all of it.
+        in_place: `x` is `out[my_pe]`.
 
-    `tag` encodes the arguments that must be equal on all PEs, `out` above all; a difference is reported to `status` (int64
-    [STATUS_WORDS]), see `collective.call_word`. `calls` [blocks] (any device memory), `ready` [n_pes] and `arrived` [n_pes,
-    blocks] (symmetric) are uint64, zero before the first call and not reset afterwards.
+    `tag` and `status`: see `collective.call_word`, as for `calls` [blocks] and the signals `ready` [n_pes] and `arrived`
+    [n_pes, blocks].
     """
     count = T.dynamic("count", "int64")
     shape = (n_pes, count) if split else (count,)
@@ -96,30 +95,27 @@ def exchange(n_pes, dtype, threads, blocks, engine, unroll, ring, least_bytes, *
                             out[me, first], x[pe, first] if split else x[first], pe, count=T.min(share, count - first),
                             engine=engine, unroll=unroll, ring=ring,
                         )  # fmt: skip
-                # One fence for all peers, a thread per peer: put_signal would wait for them one after the other.
+                # One fence for all peers, a thread per peer; put_signal would wait for each peer in turn.
                 T.sync_threads()
                 if thread < n_pes:
                     if same != 0:
                         N.signal(arrived[me, block], call, thread, fence=True)
                         N.wait(arrived[thread, block], "ge", call)
                     N.quiet(thread)
-            T.sync_threads()
-            if thread == 0:
-                calls[block] = call
+            end_call(calls, block, call, thread)
 
     return main
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Copies of runs of vectors through registers, whose loads do not wait for the stores before them.
+# Copies of vectors through registers, whose loads do not wait for earlier stores.
 #
-# Stores to a peer leave at the rate of the links, and loads behind them come late. So a thread loads the next rows
-# before it stores the loaded ones. Each warp has one run, so all links are in use from beginning to end, and local
-# copies do not delay sends.
+# Stores to a peer are limited by the links, and loads behind them return late. So a thread loads the next rows before it
+# stores the loaded ones. Each warp copies for one PE, so all links are always busy, and local copies do not delay sends.
 
 
 WORDS = VECTOR_BYTES // 4
-UNROLL = 8  # rows of a tile: vectors that each lane loads at a time
+UNROLL = 8  # rows of a tile: vectors per lane and step
 LANES = 32
 
 
@@ -134,7 +130,7 @@ def load_tile(tile, source, at, limit, unroll):
 
 @tsn.macro
 def store_tile(target, at, limit, tile, unroll):
-    """The reverse of `load_tile`."""
+    """Inverse of `load_tile`."""
     for u in T.unroll(unroll):
         if at + u * LANES < limit:
             for v in T.vectorized(WORDS):
@@ -143,12 +139,11 @@ def store_tile(target, at, limit, tile, unroll):
 
 @tsn.macro
 def stream(target, target_first, source, source_first, size, thread, step, unroll):
-    """target[target_first + i] = source[source_first + i] for i in [0, size); by some warps. `target`, `source`: [rows,
-    WORDS] of int32. `size`: int64; equal for all threads of a warp. `thread`: index of this thread among the warps'
-    threads. `step`: their number. `unroll`: vectors that a thread loads before it stores earlier ones."""
+    """target[target_first + i] = source[source_first + i] for i in [0, size). Called by a set of warps. `target`, `source`:
+    int32 [rows, WORDS]. `size`: int64, equal for all threads of a warp. `thread`: index of the thread in the set. `step`:
+    its number of threads. `unroll`: vectors that a thread loads before it stores earlier ones."""
     even, odd = T.alloc_local((unroll, WORDS), "int32"), T.alloc_local((unroll, WORDS), "int32")
-    i = T.alloc_var("int64")
-    i = thread // LANES * (LANES * unroll) + thread % LANES
+    i = T.alloc_var("int64", thread // LANES * (LANES * unroll) + thread % LANES)
     load_tile(even, source, source_first + i, source_first + size, unroll)
     while i < size:
         load_tile(odd, source, source_first + i + step * unroll, source_first + size, unroll)
@@ -161,17 +156,15 @@ def stream(target, target_first, source, source_first, size, thread, step, unrol
 
 # ---------------------------------------------------------------------------------------------------------------------
 # All-gather, all-to-all with equal splits, and sums of their parts, over mapped memory through registers: every warp
-# moves rows of one PE's part. A PE's peers may use puts for the same call (`exchange`): both share a part among blocks and
-# signal in the same way.
+# moves rows of one PE's part. Peers may use puts for the same call (`exchange`): slices and signals are the same.
 
 
 def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, in_place=False, staged=False, sums=None):
-    """Traced kernel as `exchange`, for PEs that are all mapped. `n_pes`, `threads`, `blocks`, `split`: see `exchange`.
-    `out` is [n_pes * count, 16 bytes as int32] and `x` [n_pes * count, 16 bytes] (`split`) or [count, 16 bytes].
-    `unroll`: see `stream`. `in_place`: `x` is `out[my_pe]` already. `staged`: parts arrive in `through`, a last argument
-    like `out` and symmetric, and are copied to `out`, which is ordinary memory; not together with `in_place`. `sums`: a
-    dtype; parts arrive in `through`, and `out`, [count, 16 bytes of this dtype], is their sum, made as in
-    `reduce_scatter`; a last argument `parts` is `through` as such rows."""
+    """Traced kernel as `exchange`, for mapped PEs. `n_pes`, `threads`, `blocks`, `split`, `in_place`: see `exchange`. `out`
+    is [n_pes * count, 16 bytes as int32] and `x` [n_pes * count, 16 bytes] (`split`) or [count, 16 bytes]. `unroll`: see
+    `stream`. `staged`: parts arrive in `through`, a last argument like `out` and symmetric, and are copied to `out` in
+    ordinary memory; excludes `in_place`. `sums`: a dtype; parts arrive in `through`, and `out`, [count, 16 bytes of this
+    dtype], is their sum as in `reduce_scatter`; a last argument `parts` is a view of `through` as such rows."""
     rows, x_rows, out_rows = (T.dynamic(name, "int64") for name in ("rows", "x_rows", "out_rows"))
     between = staged or sums is not None
     hops = n_pes - (in_place or staged)  # the last one is this PE itself
@@ -196,28 +189,25 @@ def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, in_place=Fa
             me = N.my_pe()
             call = calls[block] + T.uint64(1)
             count = rows // n_pes
-            share = T.alloc_var("int64")
-            share = slice_elements(count * VECTOR_BYTES, blocks, "uint8") // VECTOR_BYTES
-            first = T.alloc_var("int64")
-            first = share * block
+            share = T.alloc_var("int64", slice_elements(count * VECTOR_BYTES, blocks, "uint8") // VECTOR_BYTES)
+            first = T.alloc_var("int64", share * block)
             agrees = T.alloc_shared((n_pes,), "int32")
             if block == 0 and thread < n_pes:
                 announce(ready, me, call, tag, thread)
             if first < count:
                 same = T.alloc_var("int32")
                 await_room(agrees, same, ready, call, tag, status, block, thread, n_pes)
-                size = T.alloc_var("int64")
-                size = T.min(share, count - first)
-                # One PE per warp, or several in turn if there are fewer warps than PEs.
+                size = T.alloc_var("int64", T.min(share, count - first))
+                # One PE per warp; several in turn if there are fewer warps than PEs.
                 for turn in T.serial(-(-hops // warps)):
                     hop = thread // LANES % groups + turn * warps
                     pe = (me + hop + 1) % n_pes
                     if hop < hops and agrees[pe] != 0:
-                        place = thread // LANES // groups * LANES + thread % LANES
+                        worker = thread // LANES // groups * LANES + thread % LANES
                         step = (warps - thread // LANES % groups + groups - 1) // groups * LANES
                         start = pe * count if split else T.int64(0)
                         stream(
-                            N.remote(through if between else out, pe), me * count + first, x, start + first, size, place, step,
+                            N.remote(through if between else out, pe), me * count + first, x, start + first, size, worker, step,
                             unroll,
                         )  # fmt: skip
                 T.sync_threads()
@@ -239,8 +229,7 @@ def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, in_place=Fa
                     T.sync_threads()
                     agreed = T.alloc_var("int32")
                     all_agree(agreed, agrees, n_pes)
-                    end = T.alloc_var("int64")
-                    end = T.if_then_else(agreed != 0, first + size, first)
+                    end = T.alloc_var("int64", T.if_then_else(agreed != 0, first + size, first))
                     result = T.alloc_local((batch, vector), sums)
                     for turn in T.serial(T.ceildiv(end - first, T.int64(threads * batch))):
                         i = first + turn * threads * batch + thread
@@ -249,22 +238,20 @@ def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, in_place=Fa
                             if i + u * threads < end:
                                 for v in T.vectorized(vector):
                                     out[i + u * threads, v] = result[u, v]
-            T.sync_threads()
-            if thread == 0:
-                calls[block] = call
+            end_call(calls, block, call, thread)
 
     return main
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Host side of all-gather and all-to-all with equal splits: chooses by size and memory how parts move.
+# Host side of all-gather and all-to-all with equal splits: chooses the algorithm by size and memory.
 
 
 ALGORITHMS = ("auto", "puts", "stores")
-# Part size from which stores are used; they beat puts at all sizes measured. Four H100s: 16 KiB of all ranks take 7.9
-# us by stores, 8 KiB 12.0 by puts.
+# Minimum part size for stores, which beat puts at all measured sizes. Four H100s: 16 KiB of all ranks take 7.9 us by
+# stores, 8 KiB 12.0 by puts.
 STORES_FROM = 1024
-# This many push fastest when all PEs send at once; in the simulator each block costs time.
+# Fastest number of blocks when all PEs send at once; in the simulator each block costs time.
 BLOCKS, SIMULATED_BLOCKS = 64, 16
 # Vectors of two consecutive tiles in the registers of a block.
 TILE_VECTORS = 4096
@@ -307,13 +294,13 @@ class Exchange(Parted):
         self._check("out", out, symmetric=not self.takes_any_memory(part))
         if out.numel() and not self._heap_range[0] <= out.data_ptr() < self._heap_range[1]:
             return "x of shape {} and {}, out outside of the heap", x.shape, x.dtype
-        return "x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self.place(out)
+        return "x of shape {} and {}, out at heap offset {}", x.shape, x.dtype, self.heap_offset(out)
 
     def _copied(
         self, call: Callable[..., torch.Tensor], out: torch.Tensor, x: torch.Tensor, through: torch.Tensor, part: int
     ) -> bool:
-        """Make a call through this memory, checked here, as `call` of this object and a copy; False if one kernel does
-        both. Ranks may differ in this: the others put into the same places."""
+        """Check `through` and make the call through it with `call` and a copy; False if one kernel does both. Ranks may
+        differ in this."""
         self._check_through(through, "out", out)
         if self.takes_any_memory(part):
             call(out, x)
@@ -327,15 +314,13 @@ class Exchange(Parted):
 
     def _launch_of(self, kernel: Any, out: Form, x: Form, staged: bool = False) -> Launch:
         """Launch of a kernel `(out, x, tag, status, calls, ready, arrived[, through])` with tensors in these forms."""
-        fixed = dict(status=self.status_record, calls=self._calls, ready=self._ready, arrived=self._arrived)
-        forms, given = {"out": out, "x": x}, ("tag", "out", "x")
-        if staged:
-            return Launch(kernel, fixed, (*given, "through"), self._world, forms=forms | {"through": out})
-        return Launch(kernel, fixed, given, self._world, forms=forms)
+        constants = dict(status=self.status_record, calls=self._calls, ready=self._ready, arrived=self._arrived)
+        forms = {"out": out, "x": x} | ({"through": out} if staged else {})
+        return Launch(kernel, constants, ("tag", *forms), self._world, forms=forms)
 
     def _by_vectors(self, x: torch.Tensor, out: torch.Tensor, part: int) -> bool:
         """Whether parts of this many bytes go through registers, over mapped memory. Ranks may differ in this."""
-        wanted = part >= self._stores_from if self._algorithm == "auto" else self._algorithm == "stores"
+        stores = part >= self._stores_from if self._algorithm == "auto" else self._algorithm == "stores"
         return (
-            wanted and not self.needs_symmetric_source and is_aligned(VECTOR_BYTES, x, out) and part % VECTOR_BYTES == 0
+            stores and not self.needs_symmetric_source and is_aligned(VECTOR_BYTES, x, out) and part % VECTOR_BYTES == 0
         )

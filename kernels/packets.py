@@ -1,9 +1,9 @@
 """Collectives of few bytes in one hop between mapped PEs: data travel in packets that carry their own flag.
 
 A packet is 16 aligned bytes, 8 of data and 8 of flag, and arrives as a whole (see "Messages of one packet" in
-docs/memory-model.md): no fence and no second message between data and flag. Packets arrive in their own memory, so
-nobody waits until an output may be overwritten. Twice the bytes travel, and in an all-reduce every PE sends everything
-to every other; for few bytes that is cheaper than another hop.
+docs/memory-model.md), without a fence or a second message between data and flag. Packets arrive in their own memory, so no
+PE waits until an output may be overwritten. Twice the bytes are sent, and in an all-reduce every PE sends all data to every
+other PE; for few bytes that is cheaper than another hop.
 """
 
 import functools
@@ -45,30 +45,28 @@ def packets(
 
     Args:
         n_pes: number of PEs, at most `threads`.
-        dtype: of `out` and `x`; a part has at most capacity * 8 bytes.
+        dtype: dtype of `out` and `x`; a part has at most capacity * 8 bytes.
         capacity: packets of a part, at most max_blocks * (threads // n_pes).
-        aligned: `out` and `x` begin at multiples of 8 bytes, and a part is one. PEs may differ in it.
+        aligned: `out`, `x` and parts begin at multiples of 8 bytes. PEs may differ in it.
         threads, max_blocks: launch geometry; only blocks with work are launched.
-        split: `x` is [n_pes, count], and PE p gets `x[p]`; else it is [count], and every PE gets all of it.
-        sums: `out` [count] is the sum of the parts of all PEs, made as in `reduce_scatter`, and may be `x`; else it is
+        split: `x` is [n_pes, count], and PE p gets `x[p]`; otherwise it is [count], and every PE gets all of it.
+        sums: `out` [count] is the sum of the parts of all PEs, as in `reduce_scatter`, and may be `x`; otherwise it is
             [n_pes, count], and `out[p]` is the part of PE p.
-        in_place: `x` is `out[my_pe]` already.
-        announces: PEs may give numbers of elements that differ, or make this call by another kernel of the same `calls` and
-            `ready` (symmetric uint64 [n_pes]): each PE tells the others its tag, and waits only for packets of PEs with
-            the same tag. Else there is no `ready`, and such calls do not end.
+        in_place: `x` is `out[my_pe]`.
+        announces: PEs may pass different numbers of elements, or make this call by another kernel with the same `calls` and
+            `ready` [n_pes]: each PE announces its tag, and waits only for packets of PEs with the same tag. Otherwise there
+            is no `ready`, and such calls do not end.
 
     `values` and `flags` are views of one symmetric tensor of 16-byte packets: [2, n_pes, capacity, 16 bytes of dtype] and
-    uint64 [2, n_pes, capacity, 2]. `calls` (uint64 [max_blocks]) counts calls in any device memory. All are zero before the
-    first call and not reset afterwards. Calls take the two halves of the packets in turn: a PE that sends in call i + 2 has
-    seen packets of call i + 1 from all PEs, whose call i was over by then. Flags also hold `tag`, which encodes the arguments
-    that must be equal on all PEs; if they differ, `out` is not written, and the difference is reported to `status` (int64
-    [STATUS_WORDS]), see `collective.call_word`.
+    uint64 [2, n_pes, capacity, 2]. Calls alternate between the two halves: a PE that sends in call i + 2 has received
+    packets of call i + 1 from all PEs, which had ended call i by then. `tag` (also in the flags), `status`, `calls`
+    [max_blocks] and `ready`: see `collective.call_word`.
     """
     count = T.dynamic("count", "int64")
     width = DATA_BYTES * 8 // tvm.DataType(dtype).bits
     total_dtype = accumulator(dtype)
     share = threads // n_pes  # packets of a block
-    apart = (n_pes, count)  # tilelang does not know that rows are aligned: their elements are accessed one by one
+    apart = (n_pes, count)  # tilelang does not know that rows are aligned, so elements are accessed one by one
 
     @T.prim_func
     def main(
@@ -85,7 +83,7 @@ def packets(
         with T.Kernel(T.ceildiv(count, T.int64(share * width)), threads=threads) as block:
             thread = T.get_thread_binding()
             me = N.my_pe()
-            # Thread (pe, i) sends packet i to the PE and receives that PE's: all packets are in flight at once.
+            # Thread (pe, i) sends packet i to the PE and receives that PE's packet, so all packets are in flight at once.
             pe = thread // share
             i = block * T.int64(share) + thread % share
             first = i * width
@@ -94,14 +92,12 @@ def packets(
                 agrees = T.alloc_shared((n_pes, share), "int32")
             if announces:
                 joins = T.alloc_shared((n_pes,), "int32")
-            call = T.alloc_var("uint64")
-            call = calls[block] + T.uint64(1)
+            call = T.alloc_var("uint64", calls[block] + T.uint64(1))
             half = T.cast(call % T.uint64(2), "int32")
             if announces:
                 if block == 0 and thread < n_pes:
                     announce(ready, me, call, tag, thread)
-            same = T.alloc_var("int32")
-            same = 1
+            same = T.alloc_var("int32", 1)
             if pe < n_pes and first < count:
                 if aligned:
                     for v in T.serial(width) if split else T.vectorized(width):
@@ -148,8 +144,7 @@ def packets(
             T.sync_threads()
             if sums:
                 if thread < share and first < count:
-                    agreed = T.alloc_var("int32")
-                    agreed = 1
+                    agreed = T.alloc_var("int32", 1)
                     for p in T.unroll(n_pes):
                         agreed = agreed & agrees[p, thread]
                     totals = T.alloc_local((width,), total_dtype)
@@ -188,8 +183,8 @@ def _specs(op, blocks: int) -> BufferSpecs:
 def _prepared(
     op, memory: dict[str, torch.Tensor], out: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, split: bool, sums: bool
 ) -> Callable[..., None]:
-    """The launch of a call `(tag, out, x)` with tensors like these. `memory`: "packets", "calls" and, if PEs announce
-    their calls, "ready"."""
+    """The launch of a call `(tag, out, x)` with tensors like these. `memory`: "packets", "calls" and, if PEs announce their
+    calls, "ready"."""
     part = x.nbytes // op.n_pes if split else x.nbytes
     aligned = part % DATA_BYTES == 0 and is_aligned(DATA_BYTES, out, x)
     in_place = not split and not sums and x.data_ptr() == out.data_ptr() + op.rank * part
@@ -200,13 +195,13 @@ def _prepared(
             op.n_pes, dtype_name(dtype), words.shape[2], aligned, op.threads, len(memory["calls"]), split, sums, in_place,
             "ready" in memory,
         )  # fmt: skip
-        fixed = {
+        constants = {
             **memory, "status": op.status_record, "values": words.view(dtype), "flags": words.view(torch.uint64),
         }  # fmt: skip
         whole: Form = (-1,), dtype
         apart: Form = (op.n_pes, -1), dtype
         forms = {"out": whole if sums else apart, "x": apart if split else whole}
-        return Launch(kernel, fixed, ("tag", "out", "x"), op.world, forms=forms)
+        return Launch(kernel, constants, ("tag", "out", "x"), op.world, forms=forms)
 
     return op.prepared(("packets", dtype, aligned, in_place), make)
 
@@ -215,14 +210,7 @@ class Packets:
     """Packets of a collective's calls between mapped PEs.
 
     Args:
-        op: the collective, which owns the memory.
-        split: the PEs' parts differ.
-        most_bytes: largest part.
-        calls, ready: counters, one for each of its blocks, and signals that another kernel's calls share;
-            default words of their own.
-
-    Attributes:
-        capacity: bytes of a part.
+        op, split, most_bytes, calls, ready, capacity: as in `buffered.Buffers`.
     """
 
     def __init__(
@@ -240,7 +228,7 @@ class Packets:
         return 0 < nbytes <= self.capacity
 
     def launch(self, out: torch.Tensor, x: torch.Tensor, dtype: torch.dtype | None = None) -> Callable[..., None]:
-        """The launch of a call `(tag, out, x)` with tensors like these. `dtype`: of the sum; default: parts stay apart."""
+        """The launch of a call `(tag, out, x)` with tensors like these. `dtype`: dtype of the sum; default: no sum."""
         kind, sums = dtype or torch.uint8, dtype is not None
         return _prepared(self._op, self._memory, out, x, kind, self._split, sums)
 

@@ -15,8 +15,8 @@ def write(capacity):
         capacity: bytes of the symmetric uint8 tensors `dst` and `src`; `count` is at most that.
 
     Run-time arguments: `piece` is the number of bytes of one put, so that a write is ceil(count / piece) descriptors;
-    `blocking` = 1 completes each write before the next begins, 0 completes all of them at the end. One thread does the
-    work, which is only descriptors. The proxy chooses the number of network channels of a put.
+    `blocking` = 1 completes each write before the next begins, 0 completes all at the end. One thread writes all
+    descriptors. The proxy chooses the number of network channels of a put.
     """
 
     @T.prim_func
@@ -31,7 +31,7 @@ def write(capacity):
         blocking: T.int32,
     ):
         with T.Kernel(1, threads=32):
-            N.benign_race(dst)  # writes put the same bytes to the same places
+            N.benign_race(dst)  # writes put the same bytes to the same addresses
             if T.get_thread_binding() == 0:
                 for _ in T.serial(writes):
                     for i in T.serial(T.ceildiv(count, piece)):
@@ -53,9 +53,9 @@ def signals(capacity):
     Args:
         capacity: bytes of the symmetric uint8 tensors `dst` and `src`; `count` is at most that.
 
-    Run-time arguments: the signal adds 1 to `counter` (one uint64, symmetric). `ordering` = 0: a put_signal, behind its own
-    data alone; 1: behind all puts to the PE before it, by a fence; 2: the same, by waiting for these puts, as a proxy
-    does that drains its queue at a fence. All is complete when the kernel ends. One thread does the work.
+    Run-time arguments: the signal adds 1 to `counter` (one uint64, symmetric). `ordering` = 0: a put_signal, ordered behind
+    its own data only; 1: behind all earlier puts to the PE, by a fence; 2: the same, by waiting for these puts, like a proxy
+    that drains its queue at a fence. All is complete when the kernel ends. One thread does the work.
     """
 
     @T.prim_func
@@ -71,7 +71,7 @@ def signals(capacity):
         ordering: T.int32,
     ):
         with T.Kernel(1, threads=32):
-            N.benign_race(dst)  # every turn puts the same bytes to the same place
+            N.benign_race(dst)  # every turn puts the same bytes to the same address
             if T.get_thread_binding() == 0:
                 for _ in T.serial(turns):
                     for i in T.serial(n_pes):

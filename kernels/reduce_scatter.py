@@ -1,11 +1,11 @@
 """Reduce-scatter: the host class, and its kernels by push and by pull.
 
-By push every PE puts the parts of its input to their owners, which add them up in the order of the PEs. Parts travel in
+By push every PE puts the parts of its input to their owners, which sum them in the order of the PEs. Parts are sent in
 chunks through a few staging slots per pair of PEs and block, so the staging memory does not grow with the tensors. A chunk
-is added up while the next one is in flight. The owner notifies the sender when a slot is free.
+is summed while the next one is in flight. The owner notifies the sender when a slot is free.
 
-The order of additions is fixed, and the same in all kernels (`Collective.node_sum`): results are equal bit by bit from run
-to run, in any order of arrival, whichever kernel runs.
+The order of additions is fixed, and the same in all kernels (`Collective.node_sum`), so results are bitwise equal in every
+run, in any order of arrival, with any kernel.
 """
 
 import functools
@@ -44,10 +44,10 @@ from .launches import VECTORS, Form, Launch
 from .sums import VECTOR_BYTES, accumulator, add_part, add_up, batch_of, vector_of
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Reduce-scatter by pull: every PE reads its part of all PEs' input and adds up in registers.
+# Reduce-scatter by pull: every PE reads its part of all PEs' input and sums in registers.
 #
-# No intermediate stores: the links are busy from the first load to the last. The peers' inputs must be mapped, at the
-# same offset in all heaps; `reduce_scatter` below takes all others.
+# Without intermediate stores, the links are always busy. The peers' inputs must be mapped, at the same offset in all heaps;
+# `reduce_scatter` below supports all others.
 
 
 @tsn.jit(name="reduce_scatter_pull", pass_configs=EXPLICIT_SYNC)
@@ -56,14 +56,11 @@ def reduce_scatter_pull(n_pes, dtype, threads=512, blocks=32):
 
     Args:
         n_pes: number of PEs, at most `threads`; all of them mapped.
-        dtype: of `out` [count, 16 bytes of dtype] and `x` [n_pes * count, 16 bytes], which is symmetric; part p begins at
-            row p * count, and `out` may be this PE's own part. Sums are made as in `reduce_scatter`.
+        dtype: dtype of `out` [count, 16 bytes of dtype] and `x` [n_pes * count, 16 bytes], which is symmetric; part p begins
+            at row p * count, and `out` may be this PE's part. Sums are as in `reduce_scatter`.
         threads, blocks: launch geometry; all blocks must be able to run at once.
 
-    `ready` and `done` (uint64 [n_pes, blocks]) are symmetric, `calls` (uint64 [blocks]) is any device memory; all are zero
-    before the first call and not reset afterwards. `tag` encodes the arguments that must be equal on all PEs, `x` above
-    all; if they differ, nothing is read, and the difference is reported to `status` (int64 [STATUS_WORDS]), see
-    `collective.call_word`.
+    `tag`, `status`, `calls` [blocks] and the signals `ready` and `done` [n_pes, blocks]: see `collective.call_word`.
     """
     count, rows = T.dynamic("count", "int64"), T.dynamic("rows", "int64")
     vector, batch = vector_of(dtype), batch_of(n_pes)
@@ -82,22 +79,18 @@ def reduce_scatter_pull(n_pes, dtype, threads=512, blocks=32):
         with T.Kernel(blocks, threads=threads) as block:
             thread = T.get_thread_binding()
             me = N.my_pe()
-            call = T.alloc_var("uint64")
-            call = calls[block] + T.uint64(1)
+            call = T.alloc_var("uint64", calls[block] + T.uint64(1))
             agrees = T.alloc_shared((n_pes,), "int32")
             share = T.max(T.ceildiv(count, T.int64(blocks)), T.int64(threads))
-            first = T.alloc_var("int64")
-            first = T.min(share * block, count)
-            end = T.alloc_var("int64")
-            end = T.min(first + share, count)
+            first = T.alloc_var("int64", T.min(share * block, count))
+            end = T.alloc_var("int64", T.min(first + share, count))
             if first < end:
                 views = [N.remote(x, p) for p in range(n_pes)]
                 # Earlier work on the stream no longer uses `x`, so each block signals the blocks with its index.
                 agree_by_blocks(agrees, ready, block, call, tag, status, thread, me, n_pes)
                 agreed = T.alloc_var("int32")
                 all_agree(agreed, agrees, n_pes)
-                last = T.alloc_var("int64")
-                last = T.if_then_else(agreed != 0, end, first)
+                last = T.alloc_var("int64", T.if_then_else(agreed != 0, end, first))
                 result = T.alloc_local((batch, vector), dtype)
                 part = me * count
                 for turn in T.serial(T.ceildiv(last - first, T.int64(threads * batch))):
@@ -121,18 +114,17 @@ def reduce_scatter_pull(n_pes, dtype, threads=512, blocks=32):
 
 @tsn.jit(name="reduce_scatter_through", pass_configs=EXPLICIT_SYNC)
 def reduce_scatter_through(n_pes, dtype, threads=512, blocks=64, unroll=UNROLL_OF_STORES):
-    """Kernel `(out, x, tag, status, calls, ready, arrived, through, parts)`, for an `x` that peers cannot read: its parts
-    are stored to their owners' `through`; see `exchange.exchange_mapped`."""
+    """Kernel `(out, x, tag, status, calls, ready, arrived, through, parts)`, for an `x` that peers cannot read: stores its
+    parts to their owners' `through`; see `exchange.exchange_mapped`."""
     return exchange_mapped(n_pes, threads, blocks, unroll, split=True, sums=dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Reduce-scatter over nodes of several PEs: a node's sum crosses the network once.
 #
-# For each other node, a PE adds up its own node's parts for the PE with its index there, read over mapped memory, and
-# puts the sum to that PE, chunk by chunk through a few slots; that PE adds up the nodes' sums. A node's sum is made in
-# the order of its PEs, in float32 for narrow types, and rounded; the nodes' sums are added in the order of the nodes,
-# and rounded once more: results are equal bit by bit from run to run, in any order of arrival.
+# For each other node, a PE sums its own node's parts for the PE with its index there, read over mapped memory, and puts the
+# sum to that PE in chunks through a few slots; that PE adds the nodes' sums. A node's sum is made in the order of its PEs,
+# in float32 for narrow types, and rounded; the nodes' sums are added in the order of the nodes, and rounded once more.
 
 
 @tsn.jit(name="node_reduce_scatter", pass_configs=EXPLICIT_SYNC)
@@ -145,21 +137,15 @@ def node_reduce_scatter(
 
     Args:
         n_pes: number of PEs, at most `threads`.
-        node_size: PEs of a node, or a tuple of every node's.
+        node_size: PEs per node, or a tuple with the size of every node.
         here: PEs of this PE's node; default `node_size`.
-        dtype: of `out` [count, 16 bytes of dtype] and `x` [n_pes * count, 16 bytes], which is symmetric, at the same place on
-            all PEs; part p begins at row p * count, and `out` may be this PE's own part.
-        threads, blocks: launch geometry; all blocks must be able to run at once.
-        slots: chunks between two PEs that may be in flight in each block, 2 or more.
-        chunk_bytes: bytes of a chunk.
-        engine, unroll, ring: see `tilescale_net.language.put_block`.
+        dtype: as in `reduce_scatter_pull`; `x` is at the same offset on all PEs.
+        threads, blocks, slots, chunk_bytes, engine, unroll, ring: as in `reduce_scatter`.
 
-    `staging` is [nodes, blocks, slots, chunk_bytes / 16, 16 bytes of dtype], and `outgoing` the same with `Nodes.turns` times as
-    many nodes; `ready` [2 * n_pes] (by parity of the call), `done` [PEs of the largest node, blocks], `arrived` [nodes, blocks]
-    and `consumed` [nodes * turns, blocks] are uint64; all of these are symmetric. `calls` (uint64 [blocks]) is any device
-    memory. Signals and `calls` are zero before the first call and not reset afterwards. `tag` encodes the arguments that
-    must be equal on all PEs, `x` above all; if they differ, no data move, and the difference is reported to `status` (int64
-    [STATUS_WORDS]), see `collective.call_word`.
+    `staging` is [nodes, blocks, slots, chunk_bytes / 16, 16 bytes of dtype], and `outgoing` the same with `Nodes.turns` times
+    as many nodes, both symmetric. `tag`, `status`, `calls` [blocks] and the signals `ready` [2 * n_pes] (by parity of the
+    call), `done` [PEs of the largest node, blocks], `arrived` [nodes, blocks] and `consumed` [nodes * turns, blocks]: see
+    `collective.call_word`.
     """
     count, rows = T.dynamic("count", "int64"), T.dynamic("rows", "int64")
     of, here = Nodes.of(n_pes, node_size), here or node_size
@@ -185,14 +171,11 @@ def node_reduce_scatter(
             thread = T.get_thread_binding()
             me = N.my_pe()
             node, index = of.node_of(me), of.index_of(me)
-            call = T.alloc_var("uint64")
-            call = calls[block] + T.uint64(1)
+            call = T.alloc_var("uint64", calls[block] + T.uint64(1))
             agrees = T.alloc_shared((n_pes,), "int32")
             share = T.max(T.ceildiv(count, T.int64(blocks)), T.int64(threads))
-            first = T.alloc_var("int64")
-            first = T.min(share * block, count)
-            end = T.alloc_var("int64")
-            end = T.min(first + share, count)
+            first = T.alloc_var("int64", T.min(share * block, count))
+            end = T.alloc_var("int64", T.min(first + share, count))
             # A fast peer announces the next call before this one is over, but not the one after that.
             parity = T.cast(call % T.uint64(2), "int32")
             if block == 0 and thread < n_pes:
@@ -205,12 +188,12 @@ def node_reduce_scatter(
                     compare(same, thread, call, tag, word, status, block == 0)
                     agrees[thread] = same
                 T.sync_threads()
-                agreed = T.alloc_var("int32")
-                agreed = 1
+                agreed = T.alloc_var("int32", 1)
                 for p in T.serial(n_pes):
                     agreed = agreed & agrees[p]
-                steps = T.alloc_var("int64")
-                steps = T.if_then_else(agreed != 0, T.ceildiv(end - first, T.int64(chunk)), T.int64(0))
+                steps = T.alloc_var(
+                    "int64", T.if_then_else(agreed != 0, T.ceildiv(end - first, T.int64(chunk)), T.int64(0))
+                )
                 result = T.alloc_local((batch, vector), dtype)
                 for step in T.serial(steps + 1):
                     if step < steps:
@@ -222,8 +205,7 @@ def node_reduce_scatter(
                             for served in T.serial(turns):
                                 pe, way = of.first(other) + index + served * here, other * turns + served
                                 if index + served * here < of.size(other):
-                                    # The slot's last use must be over there; those of earlier calls are, since that PE is
-                                    # ready.
+                                    # The PE must have read the slot; since it is ready, it has read those of earlier calls.
                                     if step >= slots:
                                         N.wait_block(consumed[way, block], "ge", piece_number(call, step - slots + 1))
                                     for turn in T.serial(T.ceildiv(size, T.int64(threads * batch))):
@@ -290,39 +272,28 @@ UNROLL = 4  # vectors that a thread adds up at a time, with as many loads per PE
 
 @tsn.jit(name="reduce_scatter")
 def reduce_scatter(
-    n_pes,
-    dtype,
-    vector=1,
-    threads=512,
-    blocks=32,
-    slots=3,
-    chunk_bytes=64 * 1024,
-    engine="auto",
-    unroll=None,
-    ring=None,
-    least_bytes=MIN_BYTES,
-    node_size=None,
-):
+    n_pes, dtype, vector=1, threads=512, blocks=32, slots=3, chunk_bytes=64 * 1024, engine="auto", unroll=None, ring=None,
+    least_bytes=MIN_BYTES, node_size=None,
+):  # fmt: skip
     """Kernel `(out, x, tag, status, staging, calls, chunks, ready, arrived, consumed)`: `out` is the sum over all PEs p of
     `x[my_pe]` of PE p.
 
     Args:
         n_pes: number of PEs, at most `threads`.
-        dtype: of `out` [count, vector] and `x` [n_pes, count, vector]; count is taken from the tensors. Sums are made
-            in float32 (see `accumulator`) in the order of the PEs and rounded once.
-        node_size: sums of this many PEs are rounded before they are added up, as in `node_reduce_scatter`; default all.
-        vector: elements that one load moves; above 1, `x` and `out` must be aligned to as many.
+        dtype: dtype of `out` [count, vector] and `x` [n_pes, count, vector]. Sums are in float32 (see `accumulator`), in
+            the order of the PEs, and rounded once.
+        node_size: number of PEs whose sum is rounded before it is added, as in `node_reduce_scatter`; default all.
+        vector: elements per load; above 1, `x` and `out` must be aligned to as many.
         threads, blocks: launch geometry; all blocks must be able to run at once.
         slots: chunks between two PEs that may be in flight in each block, 2 or more.
         chunk_bytes: bytes of a chunk.
         engine, unroll, ring: see `tilescale_net.language.put_block`.
-        least_bytes: of a block's slice, see `slice_elements`; the same on all PEs.
+        least_bytes: minimum of a block's slice, see `slice_elements`; equal on all PEs.
 
-    `staging` is [n_pes, blocks, slots, chunk_bytes / bytes of a vector, vector] of dtype; `arrived` and `consumed`
-    (uint64 [n_pes, blocks]) and `ready` (uint64 [2 * n_pes], by parity of the call) are signals; all four are symmetric.
-    `calls` and `chunks` (uint64 [blocks]) count calls and chunks in any device memory. Signals and counts are
-    zero before the first call and not reset afterwards. `tag` encodes the arguments that must be equal on all PEs; a
-    difference is reported to `status` (int64 [STATUS_WORDS]), see `collective.call_word`; the call may not end then.
+    `staging` is [n_pes, blocks, slots, chunk_bytes / bytes of a vector, vector] of dtype, symmetric. `chunks` (uint64
+    [blocks]) counts chunks as `calls` [blocks] counts calls; `tag`, `status` and the signals `arrived` and `consumed` [n_pes,
+    blocks] and `ready` [2 * n_pes] (by parity of the call): see `collective.call_word`. If tags differ, the call may not
+    end.
     """
     count = T.dynamic("count", "int64")
     total_dtype, nodes = accumulator(dtype), node_size and Nodes.of(n_pes, node_size)
@@ -383,7 +354,7 @@ def reduce_scatter(
                 announce(ready, parity * n_pes + me, call, tag, thread)
             for step in T.serial(steps + 1):
                 if step < steps:
-                    # The slot's last use must be over at the peer.
+                    # The peer must have read the slot.
                     if thread < n_pes and thread != me:
                         N.take_slot(consumed[thread, block], done + step, slots)
                     T.sync_threads()
@@ -429,7 +400,7 @@ class ReduceScatter(Parted):
         threads, blocks: see `Collective`.
         slots: chunks between two PEs that may be in flight in each block, 2 or more. The staging memory takes n_pes * blocks *
             slots * chunk_bytes bytes of the symmetric heap; if nodes have several ranks, twice as much with nodes instead
-            of PEs, and the rest at the first push of a tensor.
+            of PEs, and the rest when a tensor is first pushed.
         chunk_bytes: bytes of a chunk.
         engine, unroll, ring: see `put_block`.
         algorithm: "pull" if `x` has the same offset in all heaps and parts are whole multiples of 16 bytes: over mapped
@@ -500,9 +471,9 @@ class ReduceScatter(Parted):
                 ordinary `x` goes through it, in the same kernel if PEs are mapped. On all ranks or on none.
 
         Returns:
-            `out`; sums are made in float32 (float64 and integers in their own type), in the order of the PEs, and
-            rounded once; if nodes have several PEs each, a node's sum is rounded too. Bits do not depend on the algorithm
-            or on other elements. Later work on the stream may write `x` again.
+            `out`; sums are in float32 (float64 and integers in their own type), in the order of the PEs, and rounded once;
+            if nodes have several PEs each, a node's sum is rounded too. Bits do not depend on the algorithm or on other
+            elements. Later work on the stream may overwrite `x`.
 
         Raises:
             TypeError, ValueError, HeapError: a wrong argument, by name; nothing was sent.
@@ -523,9 +494,9 @@ class ReduceScatter(Parted):
             self._check_apart("out", out, "x", x)
         if through is not None:
             return self._through(out, x, through, key)
-        # The place of `out` may differ between ranks; the algorithm may not.
-        place = self.place_of_vectors(x) if out.nbytes % VECTOR_BYTES == 0 and self._can_pull else None
-        mapped, tag, noted = self._agree_on_places("out of shape {} and {}", out.shape, out.dtype, places=[place])
+        # The address of `out` may differ between ranks; the algorithm may not.
+        offset = self.aligned_offset(x) if out.nbytes % VECTOR_BYTES == 0 and self._can_pull else None
+        mapped, tag, noted = self._agree_on_offsets("out of shape {} and {}", out.shape, out.dtype, offsets=[offset])
         if self._algorithm == "pull" and not mapped:
             raise ValueError(
                 f"{self.name}: x of shape {list(x.shape)} cannot be pulled on all ranks: it must be symmetric, at the same "
@@ -540,10 +511,10 @@ class ReduceScatter(Parted):
                 self._again[key] = noted, again
         elif mapped and self._algorithm != "push":
             again = functools.partial(self.prepared(out.dtype, lambda: self._new_pull(out.dtype)), tag)
-            there = out if is_aligned(VECTOR_BYTES, out) else torch.empty_like(out)
-            self._launch_checked(again, there, x)
-            if there is not out:
-                out.copy_(there)
+            result = out if is_aligned(VECTOR_BYTES, out) else torch.empty_like(out)
+            self._launch_checked(again, result, x)
+            if result is not out:
+                out.copy_(result)
             elif key is not None:
                 self._again[key] = noted, again
         else:
@@ -551,25 +522,27 @@ class ReduceScatter(Parted):
         return out
 
     def _through(self, out: torch.Tensor, x: torch.Tensor, through: torch.Tensor, key: Hashable) -> torch.Tensor:
-        """A call whose `x` goes through other memory unless it can travel in place."""
+        """A call whose `x` goes through `through` unless it can be sent in place."""
         self._check_through(through, "x", x)
         self._check_apart("through", through, "out", out)
         if self.takes_any_memory(out.nbytes):
             return self(out, x)
-        # The same on all ranks: a step that one rank skips would hang the others.
+        # Equal on all ranks: a step that one rank skips would hang the others.
         stores = self._store_blocks and self._algorithm == "auto" and 0 < x.nbytes <= self.one_launch_up_to
         if not stores or out.nbytes % VECTOR_BYTES or not is_aligned(VECTOR_BYTES, through):
             return self(out, through.copy_(x))
-        where = "out of shape {} and {}, through memory at heap offset {}", out.shape, out.dtype, self.place(through)
-        launch, tag = self.prepared(("through", out.dtype), lambda: self._new_stores(out.dtype)), self._agree(*where)
+        noted = (
+            "out of shape {} and {}, through memory at heap offset {}", out.shape, out.dtype, self.heap_offset(through),
+        )  # fmt: skip
+        launch, tag = self.prepared(("through", out.dtype), lambda: self._new_stores(out.dtype)), self._agree(*noted)
         again = lambda out, x, through: launch(tag, out, x, through, through)  # noqa: E731
         source = x if is_aligned(VECTOR_BYTES, x) else x.clone()
-        there = out if is_aligned(VECTOR_BYTES, out) else torch.empty_like(out)
-        self._launch_checked(again, there, source, through)
-        if there is not out:
-            out.copy_(there)
+        result = out if is_aligned(VECTOR_BYTES, out) else torch.empty_like(out)
+        self._launch_checked(again, result, source, through)
+        if result is not out:
+            out.copy_(result)
         elif source is x and key is not None:
-            self._again[key] = where, again
+            self._again[key] = noted, again
         return out
 
     def _new_stores(self, dtype: torch.dtype) -> Launch:
@@ -577,10 +550,10 @@ class ReduceScatter(Parted):
             threads=self.threads, blocks=self._store_blocks, unroll=min(UNROLL_OF_STORES, TILE_VECTORS // self.threads)
         )
         kernel = reduce_scatter_through(self.n_pes, dtype_name(dtype), **options)
-        fixed = dict(zip(("calls", "ready", "arrived"), self._store_words, strict=True), status=self.status_record)
+        constants = dict(zip(("calls", "ready", "arrived"), self._store_words, strict=True), status=self.status_record)
         rows: Form = (-1, VECTOR_BYTES // dtype.itemsize), None
         forms = {"out": rows, "x": VECTORS, "through": VECTORS, "parts": rows}
-        return Launch(kernel, fixed, ("tag", *forms), self._world, forms=forms)
+        return Launch(kernel, constants, ("tag", *forms), self._world, forms=forms)
 
     def _new_pull(self, dtype: torch.dtype) -> Launch:
         shape = -1, VECTOR_BYTES // dtype.itemsize
@@ -593,8 +566,10 @@ class ReduceScatter(Parted):
             kernel = reduce_scatter_pull(self.n_pes, dtype_name(dtype), self.threads, self.blocks)
             words = self._pull_words
         names = [name for name in kernel.parameters if name not in ("out", "x", "tag", "status")]
-        fixed = dict(zip(names, words, strict=True), status=self.status_record)
-        return Launch(kernel, fixed, ("tag", "out", "x"), self._world, forms=dict.fromkeys(("out", "x"), (shape, None)))
+        constants = dict(zip(names, words, strict=True), status=self.status_record)
+        return Launch(
+            kernel, constants, ("tag", "out", "x"), self._world, forms=dict.fromkeys(("out", "x"), (shape, None))
+        )
 
     def _allocate_staging(self) -> torch.Tensor:
         shape = self.n_pes, self.blocks, self._options["slots"], self._options["chunk_bytes"]
@@ -602,14 +577,14 @@ class ReduceScatter(Parted):
         return self._staging
 
     def _push(self, out: torch.Tensor, x: torch.Tensor, tag: int) -> None:
-        # Ranks may differ in this: the layout of slices, chunks and staging does not depend on the vector.
+        # Ranks may differ in this, because the layout of slices, chunks and staging does not depend on the vector.
         aligned = (out.data_ptr() | x.data_ptr() | out.nbytes) % VECTOR_BYTES == 0
         vector = VECTOR_BYTES // out.element_size() if aligned else 1
         kernel = reduce_scatter(
             self.n_pes, dtype_name(out.dtype), vector, **self._options, least_bytes=self.min_slice_bytes,
             node_size=self.node_sum,
         )  # fmt: skip
-        # Over nodes, all ranks come here first in the same call, and most objects never do.
+        # Over nodes, all ranks allocate in the same call; most objects never do.
         staging = self._staging if self._staging is not None else self._allocate_staging()
         staging = staging.view(out.dtype).view(self.n_pes, self.blocks, self._options["slots"], -1, vector)
         words = self._calls, self._chunks, self._ready, self._arrived, self._consumed

@@ -1,8 +1,8 @@
-"""Send and receive between two ranks: chunks go through a ring of slots at the receiver, which returns them one by one.
+"""Send and receive between two ranks: chunks go through a ring of slots at the receiver, which returns credits one by one.
 
-Each block has its own ring for each pair of ranks and carries its share of the chunks. The word that announces a chunk
-also holds the message's size in bytes: a receiver that expects another size detects it with the first chunk, and still
-takes the whole message, so the next message is not mistaken for its rest.
+Each block has its own ring for each pair of ranks and sends its share of the chunks. The word that announces a chunk also
+holds the message's size in bytes: a receiver that expects another size detects it with the first chunk, and still receives
+the whole message, so the next message is not mistaken for its rest.
 """
 
 import tilelang.language as T
@@ -13,10 +13,10 @@ import tilescale_net.language as N
 from tilescale_net.runtime.launch_args import StreamOrder
 from tilescale_net.runtime.profiling import named
 
-from .collective import Collective, StatusRecord, as_bytes, report
+from .collective import Collective, StatusRecord, as_bytes, is_integer, report
 
 # A word that announces a chunk: the lower bits hold the message's bytes, the upper bits the chunk's number from 1 on,
-# which wraps to 0 after this many: words are compared as signed numbers.
+# modulo NUMBERS, because words are compared as signed numbers.
 SIZE_BITS = 40
 NUMBERS = 1 << 22
 OTHER_SIZE = 1  # code of a message whose size differs from the receiver's
@@ -27,14 +27,14 @@ def send(n_pes, chunk, slots=2, threads=512, blocks=8, engine="auto", staged=Fal
     """Kernel `(x, nbytes, pe, inbox, outbox, arrived, taken, sent)`: sends the first `nbytes` of `x` to `pe`.
 
     Args:
-        n_pes: of the group.
-        chunk: bytes of a slot. slots: of a ring.
+        n_pes: size of the group.
+        chunk: bytes of a slot. slots: slots of a ring.
         threads, blocks, engine: see `tilescale_net.language.put_block`.
-        staged: `x` need not be symmetric although `pe` is on another node: chunks pass through `outbox`.
+        staged: `x` need not be symmetric although `pe` is on another node, because chunks pass through `outbox`.
 
     `x` [bytes] is uint8. `inbox` [n_pes, blocks, slots, chunk] and, if staged, `outbox` of the same shape, are uint8 and
-    symmetric; `arrived` [n_pes, blocks, slots] and `taken` [n_pes, blocks] are signals (uint64, symmetric), `sent`
-    [n_pes, blocks] is uint64 of this rank. All words are zero before the first message and then left alone.
+    symmetric; `arrived` [n_pes, blocks, slots] and `taken` [n_pes, blocks] are signals (uint64, symmetric), `sent` [n_pes,
+    blocks] is local uint64 memory. All words are zero before the first message and never reset.
     """
     capacity = T.dynamic("capacity", "int64")
 
@@ -94,8 +94,8 @@ def recv(n_pes, chunk, slots=2, threads=512, blocks=8):
     Args:
         n_pes, chunk, slots, threads, blocks: as in `send`.
 
-    `out`, `nbytes`, `inbox`, `arrived`, `taken` as in `send`; `received` as its `sent`. A message of another size is
-    received as far as it fits; `status` (see `collective.report`) gets code OTHER_SIZE, the rank and its size.
+    `out`, `nbytes`, `inbox`, `arrived`, `taken` as in `send`; `received` like `sent`. Of a message of another size, as much
+    as fits is received, and OTHER_SIZE with the rank and the size is reported to `status` (see `collective.report`).
     """
     capacity = T.dynamic("capacity", "int64")
 
@@ -150,8 +150,8 @@ class SendRecv(Collective):
     """Messages between pairs of ranks; constructed by all ranks, then called by sender and receiver.
 
     Args:
-        chunk: bytes of a slot, a multiple of 16. A message of up to 2 * blocks * chunk bytes leaves without waiting for its
-            receiver, if the receiver has taken the earlier ones.
+        chunk: bytes of a slot, a multiple of 16. A message of up to 2 * blocks * chunk bytes is sent without waiting for the
+            receiver, if it has received the earlier messages.
         threads, blocks: see `Collective`.
         engine: see `put_block`.
         group: the ranks; see `tilescale_net.world`.
@@ -169,7 +169,7 @@ class SendRecv(Collective):
     def __init__(
         self, *, chunk: int = 1 << 16, threads: int = 512, blocks: int = 8, engine: str = "auto", group: "tsn.Group" = None
     ):  # fmt: skip
-        if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 16 or chunk % 16:
+        if not is_integer(chunk, 16, 16):
             raise ValueError(f"SendRecv: chunk is {chunk!r}; it must be a positive multiple of 16 bytes")
         super().__init__("SendRecv", f"chunk={chunk}, engine={engine}", threads, blocks, group)
         self._geometry = dict(chunk=chunk, slots=self._SLOTS, threads=threads, blocks=blocks)
@@ -194,7 +194,7 @@ class SendRecv(Collective):
 
     @named("tilescale_net.SendRecv.send")
     def send(self, x: torch.Tensor, pe: int) -> None:
-        """Send `x` to rank `pe`; asynchronous on the current stream, whose later work may write `x` again.
+        """Send `x` to rank `pe`; asynchronous on the current stream, whose later work may overwrite `x`.
 
         Args:
             x: contiguous, of any dtype and size.
@@ -213,7 +213,7 @@ class SendRecv(Collective):
         """`out` becomes the next message of rank `pe`; asynchronous on the current stream.
 
         Args:
-            out: contiguous, of any dtype, with as many bytes as the message has.
+            out: contiguous, of any dtype, with the bytes of the message.
             pe: a rank of the group, not this one.
 
         Returns:
@@ -232,7 +232,7 @@ class SendRecv(Collective):
         return out
 
     def _message(self, name: str, tensor, pe_name: str, pe) -> torch.Tensor:
-        """The bytes of a message, one at least, so that kernels get a tensor."""
+        """The bytes of a message, at least one, because kernels need a tensor."""
         self._check_callable()
         self._check(name, tensor)
         if isinstance(pe, bool) or not isinstance(pe, int) or not 0 <= pe < self.n_pes or pe == self.rank:

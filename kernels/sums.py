@@ -1,7 +1,7 @@
-"""Sums over all PEs of values at the same place of their mapped memory, in the order of the PEs.
+"""Sums over all PEs of values at the same offset of their mapped memory, in the order of the PEs.
 
-Values go from the peers' memory straight into registers. A pull is bound by the bytes in flight, so a thread loads
-several vectors from all PEs before it adds up the first.
+Values are loaded from the peers' memory into registers. A pull is bound by the bytes in flight, so a thread loads several
+vectors from all PEs before it adds the first.
 """
 
 import tilelang.language as T
@@ -10,11 +10,11 @@ from tilelang import tvm
 import tilescale_net as tsn
 
 VECTOR_BYTES = 16
-COPIES = 4  # vectors of a local copy that a thread has in flight
+COPIES = 4  # vectors of a local copy in flight per thread
 
 
 def accumulator(dtype: str) -> str:
-    """The dtype in which values of `dtype` are added up."""
+    """The dtype in which values of `dtype` are summed."""
     return "float32" if dtype.startswith(("float16", "bfloat16", "float8")) else dtype
 
 
@@ -24,7 +24,7 @@ def vector_of(dtype: str) -> int:
 
 
 def batch_of(n_pes: int) -> int:
-    """Vectors of each PE that a thread has in flight at once: as many as fit into 64 registers."""
+    """Vectors per PE in flight per thread: as many as fit into 64 registers."""
     return max(1, 16 // n_pes)
 
 
@@ -53,9 +53,9 @@ def add_up(result, views, dtype, first, end, threads, batch, stride=0):
 
 @tsn.macro
 def add_part(totals, of_nodes, part, p, nodes):
-    """Adds `part`, the values of PE p, to `totals`: local [batch, vector], `part` of the dtype that travels.
+    """totals += part, the values of PE p in the dtype that is sent; both local [batch, vector].
 
-    With `nodes` (`collective.Nodes`), the total of a node is rounded to that dtype and added to `of_nodes` at its last PE.
+    With `nodes` (`collective.Nodes`), at the last PE of a node its total is rounded to that dtype and added to `of_nodes`.
     """
     dtype, total_dtype, (batch, vector) = part.dtype, totals.dtype, part.shape
     for u in T.unroll(batch):
@@ -72,9 +72,9 @@ def add_part(totals, of_nodes, part, p, nodes):
 
 @tsn.macro
 def pack(vectors, at, elements, first, end, thread, threads, count, dtype, aligned):
-    """vectors[at + i] = the i-th 16 bytes of `elements`, zero beyond `count`, for i in [first, end); by a block.
-    `vectors`: [vectors, vector] of `dtype`; elements: [count]. `aligned`: `elements` begins at a multiple of 16 bytes
-    and holds whole vectors."""
+    """vectors[at + i] = the i-th 16 bytes of `elements`, zero beyond `count`, for i in [first, end). Called by a block.
+    `vectors`: [vectors, vector] of `dtype`; `elements`: [count]. `aligned`: `elements` begins at a multiple of 16 bytes and
+    has whole vectors."""
     vector = vector_of(dtype)
     rows = T.alloc_local((COPIES, vector), dtype)
     for turn in T.serial(T.ceildiv(end - first, T.int64(threads * COPIES))):
@@ -98,7 +98,7 @@ def pack(vectors, at, elements, first, end, thread, threads, count, dtype, align
 
 @tsn.macro
 def store_elements(elements, i, rows, u, count, dtype, aligned):
-    """The i-th 16 bytes of `elements` become rows[u], as far as `elements` goes."""
+    """The i-th 16 bytes of `elements`, up to its end, = rows[u]."""
     vector = vector_of(dtype)
     if aligned:
         for v in T.vectorized(vector):
@@ -111,7 +111,7 @@ def store_elements(elements, i, rows, u, count, dtype, aligned):
 
 @tsn.macro
 def unpack(elements, vectors, first, end, thread, threads, count, dtype, aligned):
-    """The reverse of `pack`, from vectors[i]."""
+    """Inverse of `pack`, from vectors[i]."""
     vector = vector_of(dtype)
     rows = T.alloc_local((COPIES, vector), dtype)
     for turn in T.serial(T.ceildiv(end - first, T.int64(threads * COPIES))):

@@ -324,8 +324,7 @@ def barrier_peers(n_pes, threads):
         with T.Kernel(1, threads=threads):
             thread = T.get_thread_binding()
             me = N.my_pe()
-            call = T.alloc_var("int64")
-            call = calls[0] + T.int64(1)
+            call = T.alloc_var("int64", calls[0] + T.int64(1))
             if thread < n_pes:
                 N.signal(begun[me], T.cast(call, "uint64"), thread)
                 N.wait(begun[thread], "ge", call)

@@ -70,7 +70,7 @@ class Blueprint:
     def counters(self, count: int) -> torch.Tensor:
         return self._tensor((count,), torch.uint64)
 
-    def place(self, tensor: torch.Tensor) -> int:
+    def heap_offset(self, tensor: torch.Tensor) -> int:
         return 0
 
 
@@ -209,8 +209,7 @@ def meet(ranks, threads):
         with T.Kernel(1, threads=threads):
             thread = T.get_thread_binding()
             me = N.my_pe()
-            call = T.alloc_var("uint64")
-            call = calls[0] + T.uint64(1)
+            call = T.alloc_var("uint64", calls[0] + T.uint64(1))
             if thread < ranks:
                 if active[thread] != 0:
                     N.signal(met[me], call, thread)

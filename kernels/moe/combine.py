@@ -571,10 +571,8 @@ def combine_throughput(
             )  # fmt: skip
             thread = T.get_thread_binding()
             lane = thread % 32
-            me = T.alloc_var("int32")
-            me = N.my_pe()
-            call = T.alloc_var("uint64")
-            call = calls[block] + T.uint64(1)
+            me = T.alloc_var("int32", N.my_pe())
+            call = T.alloc_var("uint64", calls[block] + T.uint64(1))
             if tiles:
                 if block == 0 and thread == 0:
                     current[0] = call
@@ -592,8 +590,7 @@ def combine_throughput(
             peer, c, n, slot = int_vars(4)
             direct = T.alloc_var("int32", init=1)
             size = T.alloc_var("int32", init=chunk)
-            parity = T.alloc_var("int32")
-            parity = T.cast(call % T.uint64(2), "int32")
+            parity = T.alloc_var("int32", T.cast(call % T.uint64(2), "int32"))
             ahead = T.alloc_var("int32", init=0)
             ticket = T.alloc_var("int32")
             now, taken = handshake.CallState(me, call, parity), handshake.Chunk(peer, c, n, chunk if nodes else size)
@@ -749,18 +746,15 @@ def sum_combined(
             )
             thread = T.get_thread_binding()
             lane = thread % 32
-            me = T.alloc_var("int32")
-            me = N.my_pe()
-            call = T.alloc_var("uint64")
-            call = current[0]
+            me = T.alloc_var("int32", N.my_pe())
+            call = T.alloc_var("uint64", current[0])
             if thread < R:
                 base[thread] = totals[at.received_base + thread]
                 before[thread] = totals[at.sent_before + thread]
                 received[thread] = totals[at.received + thread]
                 there[thread] = totals[at.slots_base + thread]
             T.sync_threads()
-            parity = T.alloc_var("int32")
-            parity = T.cast(call % T.uint64(2), "int32")
+            parity = T.alloc_var("int32", T.cast(call % T.uint64(2), "int32"))
             peer = T.alloc_var("int32")
             size = T.alloc_var("int32", init=chunk)
             row = T.alloc_var("int32")

@@ -200,14 +200,12 @@ def _scatter(s, mem, src, row, source, j, skip, lane):
     for b in T.serial((words // 4 + 32 * batch - 1) // (32 * batch)):
         load_batch(loaded, src.rows, row, b * 32 * batch, lane, words // 4, 4, batch)
         for k in T.serial(s.top_k):
-            target = T.alloc_var("int32")
-            target = mem.records[source, j, k]
+            target = T.alloc_var("int32", mem.records[source, j, k])
             if target >= 0 and target != skip:
                 store_batch(mem.out.rows, target, loaded, b * 32 * batch, lane, words // 4, 4, batch)
     if s.scale_words:
         for k in T.serial(s.top_k):
-            index = T.alloc_var("int32")
-            index = mem.records[source, j, k]
+            index = T.alloc_var("int32", mem.records[source, j, k])
             if index >= 0 and index != skip:
                 copy_words(mem.out.scales, index, src.scales, row, s.scale_words, lane)
 
@@ -317,10 +315,8 @@ def dispatch_throughput(
             )  # fmt: skip
             thread = T.get_thread_binding()
             lane = thread % 32
-            me = T.alloc_var("int32")
-            me = N.my_pe()
-            call = T.alloc_var("uint64")
-            call = calls[block] + T.uint64(1)
+            me = T.alloc_var("int32", N.my_pe())
+            call = T.alloc_var("uint64", calls[block] + T.uint64(1))
             if tiles:
                 signal_started(counted, tiles, T.if_then_else(block == 0, 1 + absent, 1), me, thread)
             if thread < R:
@@ -336,16 +332,14 @@ def dispatch_throughput(
             # Each index has its own variable: the compiler's arithmetic on their sums cannot be trusted.
             peer, c, j, n, row, slot, token = int_vars(7)
             direct = T.alloc_var("int32", init=1)
-            parity = T.alloc_var("int32")
-            parity = T.cast(call % T.uint64(2), "int32")
+            parity = T.alloc_var("int32", T.cast(call % T.uint64(2), "int32"))
             ahead = T.alloc_var("int32", init=0)
             ticket = T.alloc_var("int32")
             taken = handshake.Chunk(peer, c, n)
             if nodes:
                 route = Route(node_at, plan, node_map, node_plan)
                 b, k, r, last = int_vars(4)
-                node = T.alloc_var("int32")
-                node = node_at.of.node_of(me)
+                node = T.alloc_var("int32", node_at.of.node_of(me))
                 node_chunk = NodeChunk(b, k, token, r, peer, c, n)
             handshake.clear_tickets(tickets, parity, block, thread)
             if block < senders:

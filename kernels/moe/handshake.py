@@ -168,7 +168,7 @@ def begin_phase(calls, call: T.Ref, parity: T.Ref, block):
 
 @tsn.macro
 def end_phase(calls, call: T.Ref, blocks, absent, block, thread, threads):
-    """Latency mode: count the call as done by this phase; block 0 also counts for blocks that the call lacks."""
+    """Count the call as done by this block; block 0 also counts for blocks that the call lacks."""
     if thread == 0:
         calls[block] = call
     if absent:
@@ -197,8 +197,7 @@ def find_source(counts, source: T.Ref, slot: T.Ref):
 def wait_timed(word, value, waited, rank):
     """`N.wait(word(), "ge", value)`; adds its clocks to `waited` (uint64 [ranks]) of `rank`. A timed wait precedes the
     untimed waits, which order later accesses."""
-    began = T.alloc_var("uint64")
-    began = T.call_extern("uint64", "clock64")
+    began = T.alloc_var("uint64", T.call_extern("uint64", "clock64"))
     N.wait(word(), "ge", value)
     # The result is unused; tilelang has a 64-bit add only with a result.
     began = T.atomic_add(waited[rank], T.call_extern("uint64", "clock64") - began, return_prev=True)

@@ -189,7 +189,7 @@ class LatencyMode(Mode):
             "topk_idx": self._no_choice.to(getattr(torch, index_dtype)), "topk_weights": self._no_weight,
             "out_scales": self._no_scales, "totals": self._no_totals,
         }  # fmt: skip
-        return {"words": words, "stand_ins": nothing, "turned": ("out_scales",) if c.column_scales else ()}
+        return {"words": words, "placeholders": nothing, "transposed": ("out_scales",) if c.column_scales else ()}
 
     def _combine_of(self, blocks: int, weighted: bool, biases: int = 0, *timed: bool) -> Callable[..., None]:
         return self._launch(self._new_combine, blocks, weighted, biases, *timed)
@@ -206,7 +206,7 @@ class LatencyMode(Mode):
 
     def _combine_forms(self) -> dict[str, Any]:
         nothing = dict.fromkeys(("y", "bias_0", "bias_1", "out"), self._no_rows[self._c.combine_dtype])
-        return {"columns": {"y": self._c.hidden}, "stand_ins": nothing}
+        return {"columns": {"y": self._c.hidden}, "placeholders": nothing}
 
     def _exchange_weights(self, *timed: bool) -> Callable[..., None]:
         return self._launch(self._new_exchange, *timed)

@@ -694,8 +694,7 @@ def dispatch_latency(
                 forwarding = T.alloc_shared((S,), "int32")
             thread = T.get_thread_binding()
             warp, lane = thread // 32, thread % 32
-            me = T.alloc_var("int32")
-            me = N.my_pe()
+            me = T.alloc_var("int32", N.my_pe())
             call = T.alloc_var("uint64")
             parity = T.alloc_var("int32")  # the set of buffers
             now = handshake.CallState(me, call, parity)

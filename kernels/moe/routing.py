@@ -25,7 +25,7 @@ import tilelang.language as T
 import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.kernels.collective import EXPLICIT_SYNC, STATUS_WORDS, Nodes, report
-from tilescale_net.kernels.moe.handshake import count_for
+from tilescale_net.kernels.moe.handshake import end_phase
 from tilescale_net.kernels.moe.layout import (
     BAD_EXPERT,
     NO_FAULT,
@@ -244,8 +244,7 @@ def find_first(s, shared, key: T.Ref, cell):
     """keys[2, cell] = the first of its token's experts at the rank whose bin `key` is; -1 for none. One thread per
     cell; `key` is -1 except in the first of a token's cells at a rank."""
     K, local = s.top_k, s.local
-    least = T.alloc_var("int32")
-    least = -1
+    least = T.alloc_var("int32", -1)
     if key >= 0:
         least = shared.keys[0, cell]
         for q in T.serial(K):
@@ -402,8 +401,7 @@ def read_choices(s, mem, shared, first, mine: T.Ref, bad: T.Ref, any_bad: T.Ref,
     for i in T.serial((s.cells + threads - 1) // threads):
         p = i * threads + thread
         if p < s.cells:
-            of_rank = T.alloc_var("int32")
-            of_rank = -1
+            of_rank = T.alloc_var("int32", -1)
             if shared.keys[0, p] >= 0:
                 of_rank = experts + shared.keys[0, p] // local
                 for q in T.serial(p % K):
@@ -426,15 +424,12 @@ def exchange_counts(s, mem, shared, fault, fault_value, me, call: T.Ref, block, 
         for i in T.serial((C.bins + threads - 1) // threads):
             bin = i * threads + thread
             if bin < C.bins:
-                n = T.alloc_var("int32")
-                n = 0
+                n = T.alloc_var("int32", 0)
                 add_blocks(s, n, mem.partial, bin, blocks)
                 mem.counts_out[bin] = n
         if thread == threads - 1:  # the last one has the fewest counts to add
-            code = T.alloc_var("int32")
-            code = fault
-            value = T.alloc_var("int32")
-            value = fault_value
+            code = T.alloc_var("int32", fault)
+            value = T.alloc_var("int32", fault_value)
             first_fault(s, mem.partial, code, value)
             mem.counts_out[C.code] = code
             mem.counts_out[C.value] = value
@@ -549,6 +544,11 @@ def send_records(s, mem, shared, me, stop: T.Ref, block, thread):
             )  # fmt: skip
 
 
+def rows_between(s: Any, mem: Any, shared: Any, source: Any, target: Any) -> Any:
+    """Number of rows from one rank to another."""
+    return T.if_then_else(shared.alive[source] != 0, mem.counts_in[source, s.experts + target], 0)
+
+
 @tsn.macro
 def write_totals(s, mem, shared, me, stop: T.Ref, thread):
     """Write the rows of each expert and of each pair of ranks; see PlanOffsets."""
@@ -556,66 +556,49 @@ def write_totals(s, mem, shared, me, stop: T.Ref, thread):
     for i in T.serial((local + threads - 1) // threads):
         e = i * threads + thread
         if e < local:
-            n = T.alloc_var("int32")
-            n = 0
+            n = T.alloc_var("int32", 0)
             for r in T.serial(R):
                 mem.totals[at.by_source + e * R + r] = 0
                 if shared.alive[r] != 0:
                     n = n + mem.counts_in[r, me * local + e]
                     mem.totals[at.by_source + e * R + r] = mem.counts_in[r, me * local + e]
             mem.totals[at.counts + e] = n
-            before = T.alloc_var("int32")
-            before = T.if_then_else(stop == 0, shared.offsets[me * local + e], 0)
+            before = T.alloc_var("int32", T.if_then_else(stop == 0, shared.offsets[me * local + e], 0))
             mem.totals[at.offsets + e] = before
             if e == local - 1:
                 mem.totals[at.offsets + local] = before + T.if_then_else(stop == 0, shared.padded[me * local + e], 0)
     if thread < R:
-        mem.totals[at.sent + thread] = T.if_then_else(shared.alive[me] != 0, mem.counts_in[me, experts + thread], 0)
-        mem.totals[at.received + thread] = T.if_then_else(
-            shared.alive[thread] != 0, mem.counts_in[thread, experts + me], 0
-        )
-        before_me = T.alloc_var("int32")
-        before_me = 0
+        mem.totals[at.sent + thread] = rows_between(s, mem, shared, me, thread)
+        mem.totals[at.received + thread] = rows_between(s, mem, shared, thread, me)
+        before_me = T.alloc_var("int32", 0)
         for r in T.serial(me):
-            before_me = before_me + T.if_then_else(shared.alive[r] != 0, mem.counts_in[r, experts + thread], 0)
+            before_me = before_me + rows_between(s, mem, shared, r, thread)
         mem.totals[at.sent_base + thread] = before_me
-        earlier = T.alloc_var("int32")
-        earlier = 0
-        if s.once_per_node:
-            for r in T.serial(s.of.index_of(thread)):
-                other = thread - s.of.index_of(thread) + r
-                earlier = earlier + T.if_then_else(shared.alive[me] != 0, mem.counts_in[me, experts + other], 0)
-        else:
-            for r in T.serial(thread):
-                earlier = earlier + T.if_then_else(shared.alive[me] != 0, mem.counts_in[me, experts + r], 0)
+        # Of the same node, if rows cross the network once per node.
+        earlier = T.alloc_var("int32", 0)
+        for r in T.serial(s.of.index_of(thread) if s.once_per_node else thread):
+            first = thread - s.of.index_of(thread) if s.once_per_node else 0
+            earlier = earlier + rows_between(s, mem, shared, me, first + r)
         mem.totals[at.sent_before + thread] = earlier
-        slots = T.alloc_var("int32")
-        slots = 0
-        if s.once_per_node:
-            for r in T.serial(s.of.index_of(me)):
-                mate = me - s.of.index_of(me) + r
-                slots = slots + T.if_then_else(shared.alive[thread] != 0, mem.counts_in[thread, experts + mate], 0)
-        else:
-            for r in T.serial(me):
-                slots = slots + T.if_then_else(shared.alive[thread] != 0, mem.counts_in[thread, experts + r], 0)
+        slots = T.alloc_var("int32", 0)
+        for r in T.serial(s.of.index_of(me) if s.once_per_node else me):
+            first = me - s.of.index_of(me) if s.once_per_node else 0
+            slots = slots + rows_between(s, mem, shared, thread, first + r)
         mem.totals[at.slots_base + thread] = slots
-        before_it = T.alloc_var("int32")
-        before_it = 0
+        before_it = T.alloc_var("int32", 0)
         for r in T.serial(thread):
-            before_it = before_it + T.if_then_else(shared.alive[r] != 0, mem.counts_in[r, experts + me], 0)
+            before_it = before_it + rows_between(s, mem, shared, r, me)
         mem.totals[at.received_base + thread] = before_it
         if thread == R - 1:
             mem.totals[at.rejected] = stop
-            mem.totals[at.received_base + R] = before_it + T.if_then_else(
-                shared.alive[thread] != 0, mem.counts_in[thread, experts + me], 0
-            )
+            mem.totals[at.received_base + R] = before_it + rows_between(s, mem, shared, thread, me)
 
 
 @tsn.macro
 def count_received(s, mem, shared, me, thread):
     """needs[r] = the rows of rank r."""
     if thread < s.ranks:
-        shared.needs[thread] = T.if_then_else(shared.alive[thread] != 0, mem.counts_in[thread, s.experts + me], 0)
+        shared.needs[thread] = rows_between(s, mem, shared, thread, me)
 
 
 @tsn.macro
@@ -729,17 +712,14 @@ def plan_routing(
             thread = T.get_thread_binding()
             warp = thread // 32
             me = N.my_pe()
-            call = T.alloc_var("uint64")
-            call = calls[block] + T.uint64(1)
+            call = T.alloc_var("uint64", calls[block] + T.uint64(1))
             share = (tokens + blocks - 1) // blocks
             first = share * block
-            mine = T.alloc_var("int32")
-            mine = T.max(0, T.min(share, tokens - first))
+            mine = T.alloc_var("int32", T.max(0, T.min(share, tokens - first)))
 
             bad, any_bad = int_vars(2)
             read_choices(s, mem, shared, first, mine, bad, any_bad, thread)
-            part = T.alloc_var("int32")
-            part = T.max(1, (mine * K + 32 * s.parts - 1) // (32 * s.parts))
+            part = T.alloc_var("int32", T.max(1, (mine * K + 32 * s.parts - 1) // (32 * s.parts)))
             number_in_block(s, shared, part, thread)
             count_part(s, mem, shared, any_bad, block, thread)
             if thread == 0:
@@ -771,11 +751,7 @@ def plan_routing(
                     N.wait(records_ready[thread], "ge", call * T.uint64(blocks + absent))
             T.sync_threads()
             store_records(s, mem, shared, block, thread)
-            if thread == 0:
-                calls[block] = call
-            if absent:
-                if block == 0:
-                    count_for(calls, call, blocks, absent, thread, threads)
+            end_phase(calls, call, blocks, absent, block, thread, threads)
 
     return main
 
@@ -823,8 +799,7 @@ def _number_rows(mem, route, tokens, b: T.Ref, node: T.Ref, origin: T.Ref, index
                 route.words[plan.origin_index(t, origin)] = index
                 route.words[plan.token(b, index)] = t
                 for r in T.serial(at.of.size(b)):
-                    j = T.alloc_var("int32")
-                    j = mem.token_slot[t, at.of.first(b) + r]
+                    j = T.alloc_var("int32", mem.token_slot[t, at.of.first(b) + r])
                     mem.pairs_out[b, index, 2 * r] = j
                     if j >= 0:
                         mem.pairs_out[b, index, 2 * r + 1] = mem.send_row[at.of.first(b) + r, j]
@@ -948,22 +923,11 @@ def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads, absent
             found = T.alloc_shared((threads,), "int32")
             route = Route(at, plan, node_map, node_plan)
             mem = NodePlanTensors(
-                token_slot,
-                send_row,
-                totals,
-                totals_at,
-                heads_out,
-                heads_in,
-                pairs_out,
-                pairs_in,
-                heads_arrived,
-                found=found,
+                token_slot, send_row, totals, totals_at, heads_out, heads_in, pairs_out, pairs_in, heads_arrived, found
             )
             thread = T.get_thread_binding()
-            node = T.alloc_var("int32")
-            node = at.of.node_of(N.my_pe())
-            call = T.alloc_var("uint64")
-            call = calls[block] + T.uint64(1)
+            node = T.alloc_var("int32", at.of.node_of(N.my_pe()))
+            call = T.alloc_var("uint64", calls[block] + T.uint64(1))
             b, origin, index, hit, forwarder, slot, begin = int_vars(7)
             for i in T.serial((nodes + blocks - 1) // blocks):
                 b = i * blocks + block
@@ -986,10 +950,6 @@ def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads, absent
                         for h in T.serial((H + threads - 1) // threads):
                             if h * threads + thread < H:
                                 node_plan[plan.head(b, h * threads + thread)] = 0
-            if thread == 0:
-                calls[block] = call
-            if absent:
-                if block == 0:
-                    count_for(calls, call, blocks, absent, thread, threads)
+            end_phase(calls, call, blocks, absent, block, thread, threads)
 
     return main

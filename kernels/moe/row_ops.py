@@ -191,8 +191,7 @@ def store_quantised(dst, scales, row, acc, first, lane, units, width, batch, off
     warp; vectors beyond the row must be zero. Scales begin at column `offset`."""
     lanes = GROUP // width
     for u in T.unroll(batch):
-        amax = T.alloc_var("float32")
-        amax = T.float32(SMALLEST_AMAX)
+        amax = T.alloc_var("float32", T.float32(SMALLEST_AMAX))
         for v in T.unroll(width):
             amax = T.max(amax, T.abs(acc[u * width + v]))
         for step in T.unroll(5):
@@ -221,8 +220,7 @@ def add_dequantised(acc, loaded, scales, row, first, lane, units, width, batch, 
     wide = T.alloc_local((width,), "float32")
     for u in T.unroll(batch):
         if first + u * 32 + lane < units:
-            scale = T.alloc_var("float32")
-            scale = scales[row, (first + u * 32 + lane) * width // GROUP]
+            scale = T.alloc_var("float32", scales[row, (first + u * 32 + lane) * width // GROUP])
             for v in T.vectorized(width):  # converted in pairs
                 wide[v] = T.cast(loaded[at + u * width + v], "float32")
             for v in T.unroll(width):

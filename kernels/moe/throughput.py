@@ -163,7 +163,7 @@ class ThroughputMode(Mode):
         output = self._buffers("output")
         self._output = output["rows"], output["scales"] if c.scale_words else None
         self._landing = tuple(launch_argument(as_words(output[name], 0)) for name in ("rows", "scales"))
-        self._own_tag = output_tag(base.place(output["rows"])) if self._in_place else 0
+        self._own_tag = output_tag(base.heap_offset(output["rows"])) if self._in_place else 0
         self._chunks = -(-c.max_tokens // tuning.chunk)
         self._loaded: set[tuple] = set()  # combines that begin late: those that were launched
 
@@ -322,11 +322,11 @@ class ThroughputMode(Mode):
         """Dtypes as which a kernel takes tensors, see `Launch`."""
         if kernel == "combine":
             nothing = dict.fromkeys(("y", "bias_0", "bias_1", "out"), self._no_row)
-            return {"stand_ins": nothing | {"out_values": self._no_values}}
+            return {"placeholders": nothing | {"out_values": self._no_values}}
         row, scales = self._c.row_words, max(self._c.scale_words, 1)
         return {
             "words": {"x": row, "x_scales": scales, "out": row, "out_scales": scales},
-            "stand_ins": {"x": self._no_words, "x_scales": self._no_scales, "out_scales": self._no_scales},
+            "placeholders": {"x": self._no_words, "x_scales": self._no_scales, "out_scales": self._no_scales},
         }
 
     def _proxied_chunk(self, row_bytes: int) -> int:
@@ -387,7 +387,11 @@ class ThroughputMode(Mode):
         if call.fault is not None:
             tag = call.fault.code
         else:
-            tag = self._own_tag if out is None or not self.symmetric_output else output_tag(self._base.place(out[0]))
+            tag = (
+                self._own_tag
+                if out is None or not self.symmetric_output
+                else output_tag(self._base.heap_offset(out[0]))
+            )
         rows, row_scales = self._default_output() if out is None else out
         copied = self._in_place and not self.symmetric_output
         landing = self._landing if copied or rows is self._output[0] else (rows, row_scales)
