@@ -154,7 +154,7 @@ def magnitudes_of(values: Any, dtype: str) -> list[Any]:
 
 def elements_of(values: Any, *index: Any, count: int) -> list[Any]:
     """values[*index, 0 : count], as a list."""
-    return [values[(*index, i)] for i in range(count)]
+    return [values[at] for at in ((*index, i) for i in range(count))]
 
 
 def exchanges_of(count: int, lanes: int) -> list[tuple[int, int, bool]]:

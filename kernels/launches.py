@@ -98,5 +98,5 @@ class Launch:
         return launch_args.native_launch(constants, arguments, self._plain_function, self, integers)
 
     def _plain_function(self) -> Callable[..., None]:
-        self._function = self._kernel.plain_function(self._world)
-        return self._function
+        self._function = function = self._kernel.plain_function(self._world)
+        return function

@@ -13,7 +13,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.compiler.jit import compile_together
 
-from ..collective import Collective
+from ..collective import Collective, is_integer
 from ..launches import Form, Launch
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -441,7 +441,7 @@ class Tiling:
 
     def __post_init__(self) -> None:
         numbers = (*self.tile, self.stages, self.panel, self.columns) if isinstance(self.tile, tuple) else ()
-        if len(numbers) != 6 or any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in numbers):
+        if len(numbers) != 6 or not all(map(is_integer, numbers)):
             raise ValueError(f"{self}: tile must be three positive integers, the others one each")
         rows, columns, depth = self.tile
         if rows % 32 or depth % 16 or columns % self.columns or self.columns % 8:
@@ -757,7 +757,7 @@ def check_extents(name: str, dtype: torch.dtype, **extents: int) -> None:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name}: dtype is {dtype!r}; it must be a torch.dtype")
     for extent, value in extents.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_integer(value):
             raise ValueError(f"{name}: {extent} is {value!r}; it must be a positive integer")
         if extent != "rows" and value * dtype.itemsize % 16:
             raise ValueError(

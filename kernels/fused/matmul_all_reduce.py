@@ -16,7 +16,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.runtime.profiling import named
 
-from ..collective import BufferSpecs
+from ..collective import BufferSpecs, is_integer
 from ..launches import Form
 from . import gemm
 from .gemm import DEFAULT, Tiling
@@ -110,7 +110,7 @@ class MatmulAllReduce(MatmulReduceScatter):
         tiling: Tiling = DEFAULT, threads: int = 512, blocks: int = 4, engine: str = "auto", group: "tsn.Group" = None,
     ):  # fmt: skip
         n_pes = tsn.world(group).size
-        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1 or rows % n_pes:
+        if not is_integer(rows, 1, n_pes):
             raise ValueError(f"{self.NAME}: rows is {rows!r}; it must be a positive multiple of the {n_pes} ranks")
         super().__init__(
             rows // n_pes, k, n, dtype=dtype, out_dtype=out_dtype, tiling=tiling, threads=threads, blocks=blocks, engine=engine,

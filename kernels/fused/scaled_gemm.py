@@ -18,7 +18,7 @@ import tilescale_net as tsn
 import tilescale_net.language as N
 from tilescale_net.compiler import versions
 
-from ..collective import dtype_name
+from ..collective import dtype_name, is_integer
 from ..moe.layout import align4
 from ..moe.row_ops import FP8, FP8_MAX, SMALLEST_AMAX, all_rows, rows_of_expert
 from ..moe.row_ops import GROUP as BLOCK  # elements per scale in a row of `x`, and in each axis of `w`
@@ -637,7 +637,7 @@ class ScaledTiling:
 
     def __post_init__(self) -> None:
         numbers = (*self.tile, self.stages, self.panel, self.columns, self.cluster, self.steps)
-        if len(numbers) != 8 or any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in numbers):
+        if len(numbers) != 8 or not all(map(is_integer, numbers)):
             raise ValueError(f"{self}: tile must be three positive integers, the others one each")
         if not isinstance(self.in_turn, bool) or not isinstance(self.low_tiles, bool):
             raise TypeError(f"{self}: in_turn and low_tiles must be True or False")

@@ -825,16 +825,16 @@ class AllToAll(Collective):
 
     def _compile(self, everything: bool) -> None:
         """Compile on all ranks before any continues; an error of one is an error of all."""
-        error, place = None, self._world.topology
+        error, topology = None, self._world.topology
         try:
-            compile_together(self._mode.variants(everything), self.device, place.local_rank, place.node_size)
-        except Exception as found:
-            error = found
-        said = self._world.control.gather("AllToAll: kernels compiled", str(error or ""))
-        failed = [i for i, text in enumerate(said) if text]
+            compile_together(self._mode.variants(everything), self.device, topology.local_rank, topology.node_size)
+        except Exception as raised:
+            error = raised
+        errors = self._world.control.gather("AllToAll: kernels compiled", str(error or ""))
+        failed = [i for i, text in enumerate(errors) if text]
         if failed:
             self._release()
-            raise error or tsn.KernelError(f"AllToAll: rank {self._members[failed[0]]} has failed: {said[failed[0]]}")
+            raise error or tsn.KernelError(f"AllToAll: rank {self._members[failed[0]]} has failed: {errors[failed[0]]}")
 
     # -- tiles ------------------------------------------------------------------------------------------------------
 

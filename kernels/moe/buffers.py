@@ -1,4 +1,4 @@
-"""The symmetric memory of AllToAlls: how much each mode takes, and the memory that several have in common (`Arena`)."""
+"""The symmetric memory of AllToAlls: the buffers of each mode, and memory that several objects share (`Arena`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 import tilescale_net as tsn
 import tilescale_net.language as N
-from tilescale_net.kernels.collective import EXPLICIT_SYNC, BufferSpecs, sizes_of
+from tilescale_net.kernels.collective import EXPLICIT_SYNC, BufferSpecs, is_integer, sizes_of
 from tilescale_net.kernels.moe import latency, throughput
 from tilescale_net.kernels.moe.config import Config, Tuning, configure
 from tilescale_net.kernels.moe.layout import NodeSizes, as_argument, nodes_of
@@ -44,7 +44,7 @@ OVER_NODES = {
 
 
 def make(base: AllToAll, config: Config, active: tuple[bool, ...] | None = None) -> Mode:
-    """The mode of an AllToAll; `active`: who takes part later on."""
+    """The mode of an AllToAll; `active`: the later active ranks."""
     if crosses_once(config, base.tuning, base.nodes):
         return OVER_NODES[config.mode][0](base, config, [base.active_mask, *([active] if active else [])])
     return IMPLEMENTATIONS[config.mode][0](base, config)
@@ -243,7 +243,7 @@ class Arena(MadeByRanks):
     """
 
     def __init__(self, nbytes: int, group: tsn.Group = None):
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+        if not is_integer(nbytes):
             raise ValueError(f"Arena: nbytes is {nbytes!r}; it must be a positive integer")
         self.world, self.number = tsn.world(group), next(_numbers)
         with heap.attempt():

@@ -1,6 +1,6 @@
 """Checks of a call's arguments, and the record through which kernels report faults.
 
-Every mistake that the host finds is an ArgumentError, which all ranks report.
+Every fault that the host finds is an ArgumentError, which all ranks report.
 """
 
 import enum
@@ -30,7 +30,7 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
-assert HOST_FAULT + len(ARGUMENTS) <= 1 << CODE_BITS, "a code that does not fit is read as another one"
+assert HOST_FAULT + len(ARGUMENTS) <= 1 << CODE_BITS, "codes must fit into CODE_BITS"
 
 
 class ArgumentError(Exception):
@@ -49,7 +49,7 @@ class Status(StatusRecord):
     """The record to which the kernels of dispatch and combine report."""
 
     def error(self, name: str, experts: int, capacity: int) -> Exception | None:
-        """The fault as an exception, once; None when there is none."""
+        """Take the fault as an exception; None without a fault."""
         code, rank, value = self.take()
         if code == 0:
             return None
@@ -66,11 +66,11 @@ class Status(StatusRecord):
         if code == CROWDED:
             return ValueError(
                 f"{name}: topk_idx of rank {rank} names expert {value} more often than max_tokens; in latency mode an expert "
-                "has room for each token once, so tokens may name it twice only where there are fewer of them"
+                "has room for each token once, so tokens may name it twice only if there are fewer of them"
             )
         if code == OTHER_OUTPUT:
             return ValueError(
-                f"{name}: rank {rank} gave another out than this rank; out must be the same symmetric tensor on all ranks, "
+                f"{name}: rank {rank} passed another out than this rank; out must be the same symmetric tensor on all ranks, "
                 "or none; the contents of both are undefined"
             )
         return ValueError(
@@ -98,16 +98,15 @@ _PHASES = {Phase.WHOLE: SENDS | RECEIVES, Phase.SEND: SENDS, Phase.RECEIVE: RECE
 
 @dataclass(slots=True)
 class DispatchCall:
-    """A dispatch, from its caller to the kernels: the arguments of `AllToAll.dispatch`, until `ArgumentChecks.dispatch`
-    adds the kernels' arguments.
+    """Arguments of `AllToAll.dispatch`; `ArgumentChecks.dispatch` replaces them by the kernels' arguments.
 
     Attributes:
         phase: WHOLE or SEND.
         x: rows, or rows and scales; then [tokens, hidden]. scales: [tokens, scale_words] of 4 bytes, or None.
-        choices: of these rows, or the handle of an earlier dispatch.
+        choices: choices of the rows, or the handle of an earlier dispatch.
         out: (rows, scales) for the result, or None.
-        blocks: of its kernels, at most the tuning's.
-        fault: why this rank's call is rejected: the other ranks report the fault, and the arguments are placeholders.
+        blocks: blocks of its kernels, at most the tuning's.
+        fault: the fault of a rejected call, whose arguments are placeholders; the other ranks report it.
         The others: see `AllToAll.dispatch`.
     """
 
@@ -135,10 +134,10 @@ class CombineCall:
     Attributes:
         name: "combine" or "combine_values".
         y: rows of `combine_dtype` in the shape of dispatch's output, which may end after the last row.
-        out: [tokens, hidden] of the same.
-        weights: False: sum rows as they are; True: with the weights of the choices; or float32, see `AllToAll.combine`.
-        bias: up to two tensors like `out`, which are added before the sums are rounded.
-        values, out_values: of combine_values, and float32 [tokens, top_k] for the returned numbers.
+        out: [tokens, hidden] of `combine_dtype`.
+        weights: False: no weights; True: the weights of the choices; or float32, see `AllToAll.combine`.
+        bias: up to two tensors like `out`, added before the sums are rounded.
+        values, out_values: arguments of combine_values, and float32 [tokens, top_k] for the returned values.
         phase, blocks, fault: as in `DispatchCall`. The others: see `AllToAll.combine_send`.
     """
 
@@ -159,7 +158,7 @@ class CombineCall:
 
     @property
     def code(self) -> int:
-        """The fault's code, which kernels send to the other ranks."""
+        """Code of the fault, which kernels send to the other ranks."""
         return NO_FAULT if self.fault is None else self.fault.code
 
 
@@ -169,9 +168,8 @@ WEIGHTS = (*FLOATS, torch.bfloat16, torch.float16, torch.float64)  # kernels tak
 
 
 class ArgumentChecks:
-    """The checks of one AllToAll. `config`: its sizes and dtypes. `device`: where its tensors are. `heap`: the
-    symmetric heap. `output_shape`: of the rows that dispatch gives. `symmetric`: whether they lie in symmetric memory.
-    `blocks`: of a call that names none."""
+    """The checks of one AllToAll. `output_shape`: shape of dispatched rows. `symmetric`: whether they are in symmetric
+    memory. `blocks`: default blocks of a call."""
 
     def __init__(
         self, config: Config, device: torch.device, heap: Heap, output_shape: tuple[int, ...], symmetric: bool, blocks: int
@@ -187,7 +185,7 @@ class ArgumentChecks:
         self._ones: torch.Tensor | None = None  # of the last call: a view of the tensor for max_tokens
         self._most_ones: torch.Tensor | None = None
         self._new_sums = LikeFactory((config.hidden,), config.combine_dtype, device)
-        # C++ accepts right tensors, which nearly all are; Python finds and names the fault of the others.
+        # C++ accepts valid tensors; Python finds and names the faults of others.
         choices, scales = (None, config.top_k), (None, config.scale_words)
         unscaled = tuple(d for d in self._source_dtypes if d != FP8_DTYPE)
         several = [(unscaled, self._row, 16), (INDEX_DTYPES, choices, 1), (FLOATS, choices, 1)]
@@ -201,13 +199,13 @@ class ArgumentChecks:
         self._fit_totals = launch_args.tensor_check((torch.int32,), device, (config.local_experts,), 4)
         self._are_choices = launch_args.tensor_check(INDEX_DTYPES, device, choices, 1)
         self._are_weights = launch_args.tensor_check(FLOATS, device, choices, 1)
-        self._are_given = launch_args.tensor_check(FLOATS, device, choices, 4)
+        self._are_choice_weights = launch_args.tensor_check(FLOATS, device, choices, 4)
         self._are_sums = launch_args.tensor_check(self._sum_dtypes, device, self._row, 16)
         self._are_outputs = launch_args.tensor_check(self._sum_dtypes, device, output_shape, 16)
 
     def usual_dispatch(self, x: Any, topk_idx: Any, topk_weights: Any, totals: Any = None) -> int:
-        """The number of tokens of a dispatch with these arguments alone, if they are right as they are; -1: `dispatch`
-        must check them. `topk_weights` and `totals` may be None."""
+        """The number of tokens of a dispatch with valid arguments and no others; -1: `dispatch` must check them.
+        `topk_weights` and `totals` may be None."""
         if totals is not None and not self.are_totals(totals):
             return -1
         tokens = -1 if topk_idx is None else self._usual_rows(x, topk_idx, topk_weights)
@@ -219,21 +217,23 @@ class ArgumentChecks:
         return tokens
 
     def usual_combine(self, y: Any, handle: Any, out: Any, weights: Any, membership: tuple) -> torch.Tensor | None:
-        """The output of a combine with these arguments alone, if they are right as they are; None: `combine` must check
-        them. No dispatch is in flight."""
+        """The output of a combine with valid arguments and no others; None: `combine` must check them. No dispatch is in
+        flight."""
         if type(handle) is not Handle or handle.signature is not self._signature or handle.membership is not membership:
             return None
         tokens = handle.plan.tokens
         if not self._are_outputs(y):
             return None
-        if weights is not None and not (self._capabilities.weighs_choices and self._are_given(weights, tokens)):
+        if weights is not None and not (
+            self._capabilities.weighs_choices and self._are_choice_weights(weights, tokens)
+        ):
             return None
         if out is None:
             return self._new_sums(tokens)
         return out if self._are_sums(out, tokens) else None
 
     def dispatch(self, call: DispatchCall, membership: tuple) -> None:
-        """Check a dispatch, and fill in its rows, choices, output and blocks. `membership`: of the object now."""
+        """Check a dispatch, and fill in its rows, choices, output and blocks. `membership`: current membership."""
         handle = call.handle
         if handle is not None and not self._capabilities.reuses_plan:
             raise ArgumentError("handle", TypeError(f"{self._c.mode} mode takes topk_idx, and no handle"))
@@ -248,7 +248,7 @@ class ArgumentChecks:
         else:
             topk_idx = call.topk_idx if call.mask is None else self._choices_of_mask(tokens, call.mask)
             weights = self._weights(tokens, topk_idx, call.topk_weights)
-            call.choices = self._kept(topk_idx, weights, call.cleared, call.mask)
+            call.choices = self._within_capacity(topk_idx, weights, call.cleared, call.mask)
         if call.out is not None:
             call.out = self._output(call.out)
         if call.blocks is None:
@@ -263,11 +263,11 @@ class ArgumentChecks:
             check_tensor("totals", call.totals, self._device, (torch.int32,), (self._c.local_experts,), alignment=4)
 
     def are_totals(self, totals: Any) -> bool:
-        """Whether counts can be added to it: int32 [local experts]."""
+        """Whether `totals` is int32 [local experts], to which counts can be added."""
         return not self._capabilities.reuses_plan and self._fit_totals(totals)
 
     def combine(self, call: CombineCall, membership: tuple) -> None:
-        """Check a combine, and fill in its output, weights and blocks; the arguments are those of `dispatch`."""
+        """Check a combine, and fill in its output, weights and blocks; arguments as in `dispatch`."""
         c, y, weights, bias = self._c, call.y, call.weights, call.bias
         handle = self.handle(call.handle, membership)
         shape = (handle.plan.tokens, c.hidden)
@@ -281,7 +281,7 @@ class ArgumentChecks:
             if c.layout != "expert":
                 raise ArgumentError("weights", ValueError('weights belong to layout "expert"'))
             by_choice = self._capabilities.weighs_choices
-            if not (by_choice and self._are_given(weights, shape[0])):
+            if not (by_choice and self._are_choice_weights(weights, shape[0])):
                 each = (handle.tokens, c.top_k) if by_choice else (c.capacity,)
                 check_tensor("weights", weights, self._device, WEIGHTS, each, alignment=4)
                 call.weights = weights.float()
@@ -289,8 +289,8 @@ class ArgumentChecks:
             raise ArgumentError("bias", TypeError(f"bias must be a list of tensors, not {type(bias).__name__}"))
         if len(bias) > 2:
             raise ArgumentError("bias", ValueError(f"bias holds {len(bias)} tensors; there may be one or two"))
-        for given in bias:
-            check_tensor("bias", given, self._device, self._sum_dtypes, shape)
+        for tensor in bias:
+            check_tensor("bias", tensor, self._device, self._sum_dtypes, shape)
         if call.out is None:
             call.out = self._new_sums(handle.plan.tokens)
         elif not self._are_sums(call.out, shape[0]):
@@ -323,7 +323,7 @@ class ArgumentChecks:
             check_tensor("scales", scales, self._device, SCALE_DTYPES, (tokens, c.scale_words), alignment=4)
         elif scales is not None:
             raise ArgumentError(
-                "scales", TypeError(f"scales were given with x of dtype {x.dtype}; they belong to FP8 rows")
+                "scales", TypeError(f"scales were passed with x of dtype {x.dtype}; they belong to FP8 rows")
             )
         return x, scales
 
@@ -344,7 +344,7 @@ class ArgumentChecks:
         return topk_weights.float()
 
     def weights_of_one(self, tokens: int) -> torch.Tensor:
-        """[tokens, top_k] , cached: memory of another stream's earlier call must not be freed while that call runs."""
+        """Weights 1, [tokens, top_k]; cached, because memory of a call in flight on another stream must not be freed."""
         if self._ones is not None and self._ones.shape[0] == tokens:
             return self._ones
         with torch.inference_mode(False):
@@ -375,7 +375,7 @@ class ArgumentChecks:
         check_tensor("waited", waited, self._device, (torch.int64,), (self._c.ranks,), alignment=8)
 
     def _choices_of_mask(self, tokens: int, mask: Any) -> torch.Tensor:
-        """Choices that send each token to the ranks of its row of `mask`: the first expert of each."""
+        """Choices that send each token to the ranks in its row of `mask`: the first expert of each rank."""
         c = self._c
         if c.layout != "rank":
             raise ArgumentError("mask", ValueError('a mask names no experts; it belongs to layout "rank"'))
@@ -388,7 +388,7 @@ class ArgumentChecks:
         choices[:, : c.ranks] = torch.where(mask, first, -1)
         return choices
 
-    def _kept(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor, cleared: bool, mask: Any) -> Choices:
+    def _within_capacity(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor, cleared: bool, mask: Any) -> Choices:
         """The choices within `expert_capacity`."""
         c = self._c
         if c.expert_capacity is None:
@@ -418,17 +418,17 @@ class ArgumentChecks:
 
     @property
     def _scales_shape(self) -> tuple[int, int]:
-        """Last dimensions of an output's scales, as they lie in memory."""
+        """Last dimensions of an output's scales in memory."""
         shape = self._shape[-2], self._c.scale_words
         return shape[::-1] if self._c.column_scales else shape
 
     def _in_memory(self, scales: Any) -> Any:
-        """Scales as they lie in memory: column-major if the object has `column_scales`."""
+        """Scales in their memory order: column-major if the object has `column_scales`."""
         by_column = self._c.column_scales and isinstance(scales, torch.Tensor) and scales.dim() > 1
         return scales.transpose(-2, -1) if by_column else scales
 
     def handle(self, handle: Any, membership: tuple) -> Handle:
-        """A handle that this object can use. `membership`: of the object now."""
+        """Check a handle. `membership`: current membership."""
         if not isinstance(handle, Handle):
             raise ArgumentError("handle", TypeError(f"handle must be the handle of a dispatch, not {handle!r}"))
         if handle.signature is not self._signature and handle.signature != self._signature:
@@ -466,7 +466,7 @@ class ArgumentChecks:
             check_tensor("y", y, self._device, self._sum_dtypes, self._shape)
 
     def _check_values(self, values: Any, y: torch.Tensor) -> None:
-        """Numbers that return with the rows `y`."""
+        """Check values that return with the rows `y`."""
         c = self._c
         if not c.capabilities.weighs_rows:
             raise ArgumentError("values", ValueError("values belong to throughput mode"))
@@ -484,15 +484,15 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         return False
     try:
         return not tensor.numel() or tensor.data_ptr() != 0
-    except RuntimeError:  # as other subclasses say it
+    except RuntimeError:  # raised by other subclasses
         return False
 
 
 def check_tensor(
     argument: str, tensor: Any, device: torch.device, dtypes: Sequence[torch.dtype], shape: Sequence[int | None], alignment: int = 16
 ) -> None:  # fmt: skip
-    """Raise ArgumentError unless `tensor` is a contiguous tensor of one of `dtypes` on `device`. `shape`: a tuple; None
-    as its first extent: any. alignment: bytes of which the tensor must begin at a multiple."""
+    """Raise ArgumentError unless `tensor` is a contiguous tensor of one of `dtypes` on `device`. `shape`: the first extent
+    may be None: any. `alignment`: in bytes."""
     if type(tensor) not in _ORDINARY and isinstance(tensor, torch.Tensor) and not _has_memory(tensor):
         text = f"{argument} is a {type(tensor).__name__}, which has no memory that kernels could reach"
         raise ArgumentError(argument, TypeError(text))
@@ -514,8 +514,8 @@ def check_tensor(
     if tensor.device != device:
         fault(ValueError, f"is on {tensor.device}; this rank's kernels run on {device}")
     if tensor.dim() != len(shape) or any(want is not None and want != got for want, got in zip(shape, tensor.shape)):
-        wanted = ", ".join("tokens" if s is None else str(s) for s in shape)
-        fault(ValueError, f"has shape {list(tensor.shape)}; it must be [{wanted}]")
+        expected = ", ".join("tokens" if s is None else str(s) for s in shape)
+        fault(ValueError, f"has shape {list(tensor.shape)}; it must be [{expected}]")
     if not tensor.is_contiguous():
         fault(ValueError, f"has strides {list(tensor.stride())}; it must be contiguous")
     if lazy := unresolved(tensor):
@@ -525,7 +525,7 @@ def check_tensor(
 
 
 def check_experts(topk_idx: torch.Tensor, experts: int) -> None:
-    """Raise ArgumentError for ids out of range; for tensors that the host can read without waiting."""
+    """Raise ArgumentError for ids out of range in a tensor that the host can read without waiting."""
     if topk_idx.numel() and topk_idx.device.type == "cpu":
         low, high = int(topk_idx.min()), int(topk_idx.max())
         if low < -1 or high >= experts:
@@ -535,9 +535,9 @@ def check_experts(topk_idx: torch.Tensor, experts: int) -> None:
 
 
 def beyond_capacity(topk_idx: torch.Tensor, topk_weights: torch.Tensor, capacity: int, drop: str) -> torch.Tensor:
-    """Mask of choices beyond the capacity, by some small torch kernels on the current stream; no wait for the GPU.
+    """Mask of choices beyond the capacity, bool [tokens, top_k], by some small torch kernels on the current stream.
     `topk_idx`: [tokens, top_k] experts; -1: no choice, which is never dropped. `topk_weights`: [tokens, top_k], for
-    "weight". `capacity`: choices of an expert that are kept. `drop`: one of DROPS. Returns bool [tokens, top_k]."""
+    "weight". `capacity`: choices per expert. `drop`: one of DROPS."""
     by_choice = drop == "choice"
     flat = (topk_idx.t() if by_choice else topk_idx).reshape(-1)
     order = torch.arange(flat.numel(), dtype=torch.int64, device=flat.device)
@@ -545,7 +545,7 @@ def beyond_capacity(topk_idx: torch.Tensor, topk_weights: torch.Tensor, capacity
         order = topk_weights.reshape(-1).argsort(stable=True, descending=True)
     expert, by_expert = flat[order].sort(stable=True)
     first = torch.searchsorted(expert, expert)  # of the choices of the same expert
-    place = torch.arange(flat.numel(), dtype=torch.int64, device=flat.device) - first
+    position = torch.arange(flat.numel(), dtype=torch.int64, device=flat.device) - first
     dropped = torch.zeros_like(flat, dtype=torch.bool)
-    dropped[order[by_expert]] = (place >= capacity) & (expert >= 0)
+    dropped[order[by_expert]] = (position >= capacity) & (expert >= 0)
     return dropped.view(topk_idx.t().shape).t().contiguous() if by_choice else dropped.view(topk_idx.shape)

@@ -133,12 +133,12 @@ CombineTensors = namedtuple(
 class SlotOffsets(NamedTuple):
     """Where the rows of each rank are; int32 [ranks] each, of shared memory. `received`: how many came from each rank.
     `base`: the first of them among all that came. `before`: the first slot of each rank at this one; not used where
-    rows cross the network once per node. `there`: the first slot of this rank at each rank."""
+    rows cross the network once per node. `peer_first`: the first slot of this rank at each rank."""
 
     received: Any
     base: Any
     before: Any
-    there: Any
+    peer_first: Any
 
 
 class ReturnedChunk(NamedTuple):
@@ -228,9 +228,9 @@ def send_rows(s, own, dst, offsets, chunk, first: T.Ref, target: T.Ref, lane):
             count=chunk.n * s.hidden,
         )
     else:
-        there = dst.at(s, target)
+        remote = dst.at(s, target)
         for q in T.serial(chunk.n):
-            send_row(s, there, first + q, own, chunk.peer, chunk.c * chunk.size + q, offsets.base[chunk.peer], lane)
+            send_row(s, remote, first + q, own, chunk.peer, chunk.c * chunk.size + q, offsets.base[chunk.peer], lane)
 
 
 @tsn.macro
@@ -250,7 +250,7 @@ def send_proxied(s, mem, offsets, chunk, slot: T.Ref, lane):
     for q in T.serial(chunk.n):
         send_row(s, mem.staged, slot + q, mem.own, chunk.peer, chunk.c * chunk.size + q, offsets.base[chunk.peer], lane)
     T.sync_warp()
-    first = offsets.there[chunk.peer] + chunk.c * chunk.size
+    first = offsets.peer_first[chunk.peer] + chunk.c * chunk.size
     put_staged(s, mem, first, slot, chunk.peer, chunk.n)
 
 
@@ -267,7 +267,7 @@ def send_finished(s, mem, offsets, tickets, now, ahead: T.Ref, ticket: T.Ref, pe
         if c * s.chunk < offsets.received[peer]:
             c = (offsets.received[peer] - 1) // s.chunk - c
             n = T.min(s.chunk, offsets.received[peer] - c * s.chunk)
-            slot = offsets.there[peer] + c * s.chunk
+            slot = offsets.peer_first[peer] + c * s.chunk
             at_peer = mem.slots.at(s, peer)
             for q in T.serial(n):
                 send_row(s, at_peer, slot + q, mem.own, peer, c * s.chunk + q, offsets.base[peer], lane)
@@ -286,7 +286,7 @@ def send_or_offer(
     at = route.at
     away = at.of.node_of(chunk.peer) != node
     target = T.if_then_else(away, me, chunk.peer)
-    first = T.if_then_else(away, offsets.base[chunk.peer], offsets.there[chunk.peer]) + chunk.c * s.chunk
+    first = T.if_then_else(away, offsets.base[chunk.peer], offsets.peer_first[chunk.peer]) + chunk.c * s.chunk
     if s.quantised:
         if away:
             send_rows(s.unquantised, mem.own, mem.offered, offsets, chunk, first, target, lane)
@@ -332,9 +332,9 @@ def sum_in_node(s, mem, route, work, row: T.Ref, node: T.Ref, k: T.Ref, i: T.Ref
                     work.from_row[g] = route.words[plan.gather(k, i, p * group + g)]
                     if work.from_row[g] >= 0:
                         # A tuple: tilelang renames a tensor that is assigned to another name.
-                        there = (N.remote(mem.offered.rows, at.of.first(node) + p * group + g),)
+                        remote = (N.remote(mem.offered.rows, at.of.first(node) + p * group + g),)
                         load_batch(
-                            work.loaded, there[0], work.from_row[g], b * 32 * batch, lane, s.units, width, batch,
+                            work.loaded, remote[0], work.from_row[g], b * 32 * batch, lane, s.units, width, batch,
                             g * batch * width,
                         )  # fmt: skip
             add_slots(s.unquantised, work, None, lambda row: row >= 0, b * 32 * batch, lane, s.units, batch, group)
@@ -351,8 +351,8 @@ def sum_values_in_node(s, mem, route, row: T.Ref, node: T.Ref, k: T.Ref, i: T.Re
             for r in T.serial(at.size):
                 index = route.words[plan.gather(k, i, r)]
                 if index >= 0:
-                    there = (N.remote(mem.offered.values, at.of.first(node) + r),)
-                    total = total + there[0][index, g * 32 + lane]
+                    remote = (N.remote(mem.offered.values, at.of.first(node) + r),)
+                    total = total + remote[0][index, g * 32 + lane]
             mem.staged.values[row, g * 32 + lane] = total
 
 
@@ -562,8 +562,8 @@ def combine_throughput(
         current: T.Tensor((1,), "uint64") if tiles else None,
     ):
         with T.Kernel(blocks, threads=threads) as block:
-            received, base, before, there = shared_ints(4, R)
-            offsets = SlotOffsets(received, base, before, there)
+            received, base, before, peer_first = shared_ints(4, R)
+            offsets = SlotOffsets(received, base, before, peer_first)
             mem = CombineTensors(
                 LocalContribution(y, row_weight, row_values, records), Result(out, bias_0, bias_1, out_values),
                 SummedRows(slots, slot_scales, slot_values), arrived, token_slot,
@@ -581,7 +581,7 @@ def combine_throughput(
                 received[thread] = totals[at.received + thread]
                 base[thread] = totals[at.received_base + thread]
                 before[thread] = totals[at.sent_before + thread]
-                there[thread] = totals[at.slots_base + thread]
+                peer_first[thread] = totals[at.slots_base + thread]
                 # From here on slots may be overwritten: this rank's, and those of every rank that has begun the call.
                 handshake.open_call(ready, active, status, me, call, tag, block, senders, thread)
             T.sync_threads()
@@ -649,7 +649,7 @@ def combine_throughput(
                                 awaited = Awaited(finished, product_calls, growth, tile_rows)
                                 await_rows(awaited, records, peer, c * size, n, top_k, slot, lane)
                             if direct != 0:
-                                slot = there[peer] + c * size
+                                slot = peer_first[peer] + c * size
                                 send_rows(s, mem.own, mem.slots, offsets, taken, slot, peer, lane)
                             elif proxied:
                                 send_proxied(s, mem, offsets, taken, slot, lane)
@@ -735,8 +735,8 @@ def sum_combined(
         current: T.Tensor((1,), "uint64"),
     ):
         with T.Kernel(blocks, threads=threads):
-            base, before, received, there = shared_ints(4, R)
-            offsets = SlotOffsets(received, base, before, there)
+            base, before, received, peer_first = shared_ints(4, R)
+            offsets = SlotOffsets(received, base, before, peer_first)
             mem = CombineTensors(
                 own=LocalContribution(y, row_weight, None, records),
                 result=Result(out, bias_0, bias_1, None),
@@ -752,7 +752,7 @@ def sum_combined(
                 base[thread] = totals[at.received_base + thread]
                 before[thread] = totals[at.sent_before + thread]
                 received[thread] = totals[at.received + thread]
-                there[thread] = totals[at.slots_base + thread]
+                peer_first[thread] = totals[at.slots_base + thread]
             T.sync_threads()
             parity = T.alloc_var("int32", T.cast(call % T.uint64(2), "int32"))
             peer = T.alloc_var("int32")

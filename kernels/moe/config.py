@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilescale_net.kernels.collective import check_threads
+from tilescale_net.kernels.collective import check_threads, is_integer
 from tilescale_net.kernels.moe.routing import BLOCK_SHARED, bytes_of_choice, fixed_bytes, width_of
 from tilescale_net.kernels.moe.row_ops import groups_of
 from tilescale_net.runtime import tuned
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FP8_DTYPE = torch.float8_e4m3fn
 COMBINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LAYOUTS = ("expert", "rank")
-# Which of the choices of an expert are kept:
+# Choices of an expert that are not dropped:
 DROPS = (
     "position",  # choices of the first tokens
     "choice",  # all first choices before all second ones, and so on; then by token
@@ -33,13 +33,13 @@ class ModeCapabilities:
     """Capabilities of a mode; argument checks ask for a capability, not for the mode.
 
     Attributes:
-        layouts: of the rows that dispatch gives.
-        max_tokens: the largest that it takes; None: any.
-        reuses_plan: dispatch takes the handle of an earlier one instead of choices.
-        quantises_rows: dispatch quantises rows on the way where `dtype` is FP8.
-        weighs_rows: combine takes weights of expert-major rows, and brings numbers of them back.
+        layouts: layouts of dispatched rows.
+        max_tokens: upper limit of `max_tokens`; None: no limit.
+        reuses_plan: dispatch takes the handle of an earlier dispatch instead of choices.
+        quantises_rows: dispatch quantises rows if `dtype` is FP8.
+        weighs_rows: combine takes weights of expert-major rows, and returns values of them.
         weighs_choices: combine takes weights of the choices.
-        counts_tiles: dispatch reports tiles as they become complete, and combine sends complete tiles.
+        counts_tiles: dispatch announces complete tiles, and combine sends complete tiles.
     """
 
     layouts: tuple[str, ...] = LAYOUTS
@@ -85,7 +85,7 @@ class Config:
         whole = ["num_experts", "max_tokens", "hidden", "top_k", "alignment", "capacity"]
         for name in [*whole, *(n for n in ("expert_capacity", "tile_rows") if getattr(self, n) is not None)]:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_integer(value):
                 raise ValueError(f"AllToAll: {name} is {value!r}; it must be a positive integer")
         if self.num_experts % self.ranks:
             raise ValueError(
@@ -104,8 +104,8 @@ class Config:
                     "be a multiple of 16 bytes"
                 )
         if type(self.scale_words) is not int or (self.scale_words < 1) == (self.dtype == FP8_DTYPE):
-            wanted = "a positive integer for float8_e4m3fn rows, and not given for others"
-            raise ValueError(f"AllToAll: scale_words is {self.scale_words!r}; it must be {wanted}")
+            expected = "a positive integer for float8_e4m3fn rows, and not given for others"
+            raise ValueError(f"AllToAll: scale_words is {self.scale_words!r}; it must be {expected}")
         if self.mode not in MODES:
             raise ValueError(f"AllToAll: mode is {self.mode!r}; it must be one of {', '.join(MODES)}")
         if self.drop not in DROPS:
@@ -181,7 +181,7 @@ class Config:
         return (*shared, self.alignment, self.capacity) if self.capabilities.reuses_plan else shared
 
     def describe(self) -> str:
-        """Every given field, which the ranks compare."""
+        """Text of all fields that are not None, which the ranks compare."""
         values = ((f.name, getattr(self, f.name)) for f in fields(self))
         return ", ".join(f"{name}={value}" for name, value in values if value is not None)
 
@@ -223,8 +223,8 @@ def configure(
 
 
 def reject_slower_combine(config: Config) -> None:
-    """Reject `quantize_combine` for GPUs that map one another's memory, with ValueError, if rows of `combine_dtype`
-    were measured to be as fast or faster."""
+    """Raise ValueError for `quantize_combine` between GPUs that map each other's memory, if rows of `combine_dtype` were
+    measured to be as fast or faster."""
     if config.mode == "throughput":
         took = {"rank": "507 us instead of 504", "expert": "990 us instead of 697"}[config.layout]
         raise ValueError(
@@ -245,15 +245,14 @@ class Tuning:
     """Launch geometry and message sizes of one AllToAll, equal on all ranks; None: the default of `defaults`.
 
     Args:
-        blocks: of every kernel; all of them must run at once.
-        threads: of a block, a multiple of 32.
-        dispatch_senders, combine_senders: throughput mode: the number of blocks that send (layout "rank": all of them
-            dispatch).
-        combine_threads: throughput mode: of a block of combine, which needs more registers per thread.
+        blocks: blocks of every kernel; all of them must be able to run at once.
+        threads: threads per block, a multiple of 32.
+        dispatch_senders, combine_senders: throughput mode: number of blocks that send (layout "rank": all of them dispatch).
+        combine_threads: throughput mode: threads per block of combine, which needs more registers per thread.
         chunk: throughput mode: rows per signal between mapped ranks.
         proxied_bytes: throughput mode: approximate bytes of a message to another node.
-        once_per_node: a row crosses the network once per node, if nodes have several ranks; else once per rank, which takes
-            less memory in throughput mode.
+        once_per_node: a row crosses the network once per node, if nodes have several ranks; otherwise once per rank, which
+            takes less memory in throughput mode.
         parts: latency mode: approximate number of parts of a row in combine.
     """
 
@@ -268,10 +267,10 @@ class Tuning:
     parts: int = 2
 
     def resolved(self, config: Config, device: torch.device, num_sms: int = 0) -> Tuning:
-        """With every None replaced, for ranks on such a device.
+        """Replace every None, for ranks on such a device.
 
         Args:
-            num_sms: of a GPU that this host need not have, instead of `device`.
+            num_sms: SMs of a GPU that this host may lack, instead of `device`.
 
         Raises ValueError for invalid values; the GPU's limits are checked later.
         """
@@ -284,31 +283,31 @@ class Tuning:
             if name == "once_per_node":
                 if not isinstance(value, bool):
                     raise ValueError(f"AllToAll: once_per_node is {value!r}; it must be True or False")
-            elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            elif not is_integer(value):
                 raise ValueError(f"AllToAll: {name} is {value!r}; it must be a positive integer")
-        made: Any = replace(default, **explicit)
+        tuning: Any = replace(default, **explicit)
         if self.blocks is not None:  # keep the proportion
             shares = {
-                n: max(1, getattr(default, n) * made.blocks // default.blocks) for n in _SENDERS if n not in explicit
+                n: max(1, getattr(default, n) * tuning.blocks // default.blocks) for n in _SENDERS if n not in explicit
             }
-            made = replace(made, **shares)
-        if mode == "throughput" and made.blocks < 2:
+            tuning = replace(tuning, **shares)
+        if mode == "throughput" and tuning.blocks < 2:
             raise ValueError(
-                f"AllToAll: blocks is {made.blocks}; throughput mode needs 2, one to send and one to receive"
+                f"AllToAll: blocks is {tuning.blocks}; throughput mode needs 2, one to send and one to receive"
             )
         for name in _SENDERS if mode == "throughput" else ():
-            if not 1 <= getattr(made, name) < made.blocks:
+            if not 1 <= getattr(tuning, name) < tuning.blocks:
                 raise ValueError(
-                    f"AllToAll: {name} is {getattr(made, name)}; it must be between 1 and {made.blocks - 1}"
+                    f"AllToAll: {name} is {getattr(tuning, name)}; it must be between 1 and {tuning.blocks - 1}"
                 )
-        check_threads("AllToAll", "combine_threads", made.combine_threads, config.ranks)
+        check_threads("AllToAll", "combine_threads", tuning.combine_threads, config.ranks)
         if mode == "throughput":
-            _check_shared(config, made.blocks)
-        return made
+            _check_shared(config, tuning.blocks)
+        return tuning
 
 
 def shares(tuning: Any, blocks: int) -> tuple[int, int]:
-    """How many of `blocks` send in dispatch and in combine, in the proportion of a Tuning that is resolved."""
+    """Number of `blocks` that send in dispatch and in combine, in proportion to a resolved Tuning."""
 
     def part(senders: int) -> int:
         return senders if blocks == tuning.blocks else min(blocks - 1, max(1, senders * blocks // tuning.blocks))
@@ -325,7 +324,7 @@ def most_tokens(config: Config, blocks: int) -> int:
 
 
 def _check_shared(config: Config, blocks: int) -> None:
-    """Raise ValueError if the part of the choices that a block sorts does not fit into its shared memory."""
+    """Raise ValueError if a block's part of the choices does not fit into its shared memory."""
     if config.max_tokens > (most := most_tokens(config, blocks)):
         raise ValueError(
             f"AllToAll: max_tokens is {config.max_tokens}; with {blocks} blocks, top_k {config.top_k} and "
@@ -343,7 +342,7 @@ def defaults(config: Config, on_gpu: bool, num_sms: int) -> Tuning:
         return Tuning(4, 64, 2, 2, 64)
     if config.mode == "latency":
         return Tuning(num_sms, 256, 1, 1, 256)
-    # Summing or converting rows before they travel costs senders more than receivers.
+    # Summing or converting rows before sending costs senders more than receivers.
     if config.layout == "expert" or config.quantize_combine:
         senders = 22
     else:  # with more ranks fewer rows stay here and more are sent
@@ -374,9 +373,9 @@ def chosen(config: Config, world: World) -> Tuning:
         try:
             if unknown := choice.keys() - {*TUNED}:
                 raise ValueError(f"it names {', '.join(sorted(unknown))}")
-            found = Tuning(**choice)
-            found.resolved(config, world.device)
-            return found
+            tuning = Tuning(**choice)
+            tuning.resolved(config, world.device)
+            return tuning
         except (TypeError, ValueError) as err:  # on all ranks alike
             tuned.ignore(world, key, err)
     return Tuning()

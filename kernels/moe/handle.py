@@ -21,12 +21,12 @@ Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class _Filled:
-    """What a dispatch fills. Only `in_flight` of it changes, which is no field: a copy is not in flight."""
+    """Base of plans that a dispatch fills. Only `in_flight` changes; it is no field, so a copy is not in flight."""
 
     in_flight = False
 
     def set_in_flight(self, in_flight: bool) -> None:
-        """The dispatch that fills it has been sent, or is received."""
+        """Record that the dispatch that fills it has been sent, or received."""
         object.__setattr__(self, "in_flight", in_flight)
 
 
@@ -34,12 +34,12 @@ class _Filled:
 class RoutingPlan(_Filled):
     """Source and target of every row, in throughput mode; ordinary device memory, as long as it is referenced.
 
-    The fields are called as the parameters of the kernels.
+    The fields have the names of the kernels' parameters.
 
     Attributes:
         in_flight: whether the dispatch that fills it has been sent and not yet received.
-        tokens: of this rank.
-        node_plan: if rows cross the network once per node: see `layout.NodePlanOffsets`; else empty.
+        tokens: tokens of this rank.
+        node_plan: if rows cross the network once per node: see `layout.NodePlanOffsets`; otherwise empty.
         send_token: [ranks, max_tokens] token of each row sent to a rank. int32, as all others but `row_weight`.
         send_row: [ranks, max_tokens] its first row in the expert-major order at that rank.
         token_slot: [tokens or more, ranks] its index among the rows to that rank, or -1.
@@ -62,16 +62,8 @@ class RoutingPlan(_Filled):
 
     def tensors(self) -> list[torch.Tensor]:
         """All fields but `tokens`, in order; written out, as Dynamo of torch 2.11 cannot trace `vars` of a dataclass."""
-        return [
-            self.node_plan,
-            self.send_token,
-            self.send_row,
-            self.token_slot,
-            self.records,
-            self.totals,
-            self.row_index,
-            self.row_weight,
-        ]
+        rows = [self.send_token, self.send_row, self.token_slot, self.records]
+        return [self.node_plan, *rows, self.totals, self.row_index, self.row_weight]
 
     @property
     def arguments(self) -> tuple:
@@ -95,7 +87,7 @@ class ReceivedRows(_Filled):
 
     Attributes:
         in_flight: as in `RoutingPlan`.
-        tokens: of this rank.
+        tokens: tokens of this rank.
         token_slot: [tokens or more, ranks] index of a token among the rows to a rank, or -1 (int32).
         targets, weights: [ranks * max_tokens, top_k] of each row received: its rows in `x`, or -1, and their weights.
         counts: [ranks] rows received from each rank (int32).
@@ -310,7 +302,7 @@ class LikeFactory:
 
 
 class TensorPool:
-    """Makes short vectors of int32, many at a time: parts of one tensor, each given out once."""
+    """Allocates short int32 vectors, many at a time: parts of one tensor, each returned once."""
 
     def __init__(self, length: int, device: torch.device):
         self._length, self._device = length, device
@@ -358,8 +350,8 @@ class _Tensors:
                 shape, dtype = self._shapes[name]
                 self._tensors[name] = torch.empty(shape, dtype=dtype, device=self._device)
         self.taken.clear()
-        found = tuple([self._tensors[name] for name in self._shapes])
-        self.arguments = found if native_available() else tuple(map(constant, found))
+        tensors = tuple([self._tensors[name] for name in self._shapes])
+        self.arguments = tensors if native_available() else tuple(map(constant, tensors))
 
 
 class _CachedPlan:
@@ -412,26 +404,23 @@ _CACHED: dict[type, Any] = {kind: _cached(kind) for kind in (RoutingPlan, Receiv
 
 
 class Plans:
-    """The plans of one AllToAll. They may be held for any time, and their tensors longer.
+    """The plans of one AllToAll. Callers may hold them for any time, and their tensors longer.
 
-    A plan is reused on the stream on which it was made, as torch reuses memory; none is reused in a CUDA graph that is
+    A plan is reused on the stream on which it was created, as torch reuses memory; none is reused in a CUDA graph that is
     being captured.
 
     Args:
-        kind: RoutingPlan or ReceivedRows. shapes: of its fields but `tokens`, with their dtypes.
+        kind: RoutingPlan or ReceivedRows. shapes: shapes and dtypes of its fields but `tokens`.
         stream: returns a key of the current stream, or None if no plan may be reused.
 
     Attributes:
-        stream: its key when the last plan was given out.
+        stream: key of the stream of the last plan.
     """
 
     def __init__(
-        self,
-        kind: type,
-        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]],
-        device: torch.device,
+        self, kind: type, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device,
         stream: Callable[[], Hashable],
-    ):
+    ):  # fmt: skip
         assert [f.name for f in fields(kind)] == ["tokens", *shapes]
         self._make = _CACHED[kind]
         self._shapes, self._device, self._stream_now = shapes, device, stream
@@ -498,18 +487,18 @@ def metadata(handle: Handle) -> Metadata:
     # Row i is number i - bases[r] from rank r, the last rank whose rows begin at or before i.
     index = torch.arange(ranks * max_tokens, dtype=torch.int32, device=device)
     source = torch.searchsorted(bases[1:].contiguous(), index, right=True).clamp(max=ranks - 1)
-    there = index < bases[-1]
-    place = torch.where(there, index - bases[source], 0)
-    records = plan.records[source, place.long()]
+    exists = index < bases[-1]
+    index_in_source = torch.where(exists, index - bases[source], 0)
+    records = plan.records[source, index_in_source.long()]
     landing, offsets = records[:, :top_k], totals[at.offsets + 1 : at.offsets + 1 + experts // ranks]
-    here = there[:, None] & (landing >= 0)
+    here = exists[:, None] & (landing >= 0)
     # An expert without rows begins where the next one does.
     expert = torch.searchsorted(offsets.contiguous(), landing.contiguous(), right=True)
     weights = records[:, top_k : 2 * top_k].contiguous().view(torch.float32)
     return Metadata(
         totals[at.by_source : at.sent_before].view(experts // ranks, ranks),
-        torch.where(there, records[:, 2 * top_k], -1),
-        torch.where(there, source, -1).to(torch.int32),
+        torch.where(exists, records[:, 2 * top_k], -1),
+        torch.where(exists, source, -1).to(torch.int32),
         torch.where(here, expert, -1),
         torch.where(here, weights, 0.0),
         torch.where(here, landing, -1),
@@ -521,9 +510,9 @@ def _of_experts(received: ReceivedRows) -> Metadata:
     rows = received.source_token.shape[1]
     index = torch.arange(rows, device=ends.device).expand(len(ends), rows).contiguous()
     source = torch.searchsorted(ends, index, right=True)
-    there = index < ends[:, -1:]
+    exists = index < ends[:, -1:]
     return Metadata(
         received.source_counts,
-        torch.where(there, received.source_token, -1),
-        torch.where(there, source, -1).to(torch.int32),
+        torch.where(exists, received.source_token, -1),
+        torch.where(exists, source, -1).to(torch.int32),
     )

@@ -213,11 +213,11 @@ def time_announcements(timed, begun, active, parity: T.Ref, call: T.Ref, bits, w
 
 
 @tsn.macro
-def time_message(timed, arrived, place: T.Ref, call: T.Ref, waited, source: T.Ref, lane):
+def time_message(timed, arrived, index: T.Ref, call: T.Ref, waited, source: T.Ref, lane):
     """Latency mode, if `timed`: lane 0 waits for a message of `source`, or a forwarded one, see `wait_timed`."""
     if timed:
         if lane == 0:
-            wait_timed(lambda: arrived[place], call, waited, source)
+            wait_timed(lambda: arrived[index], call, waited, source)
 
 
 @tsn.macro

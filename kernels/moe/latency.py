@@ -1,6 +1,6 @@
 """Latency mode on the host: buffers, and the launches of its kernels, whole or in phases.
 
-`NodeLatencyMode` is the same where rows cross the network once per node: other buffers and kernels, the same calls.
+`NodeLatencyMode` is for rows that cross the network once per node: other buffers and kernels, the same calls.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _WEIGHTS = ("topk_weights", "tokens", "token_slot", "received")
 
 def parts(config: Config, tuning: Tuning, proxied: bool) -> tuple[int, int]:
     """Requested and actual parts of a combine's row."""
-    wanted = 1 if proxied else tuning.parts  # small messages suit memory, large ones a fabric
-    return wanted, parts_of(config.hidden, 16 // config.combine_dtype.itemsize, wanted)[0]
+    requested = 1 if proxied else tuning.parts  # small messages are faster over memory, large ones over a fabric
+    return requested, parts_of(config.hidden, 16 // config.combine_dtype.itemsize, requested)[0]
 
 
 def symmetric_buffers(config: Config, tuning: Tuning, proxied: bool) -> BufferSpecs:
@@ -55,23 +55,23 @@ def symmetric_buffers(config: Config, tuning: Tuning, proxied: bool) -> BufferSp
     c, R, M = config, config.ranks, config.max_tokens
     message, header = MessageLayout(c.row_words, c.scale_words, c.top_k), HeaderLayout(c.local_experts)
     G, payload = groups_of(c.hidden), FP8_DTYPE if c.quantize_combine else c.combine_dtype
-    places, stages = 2 * R * M, 2 * R * M if proxied else 1
+    rows, stages = 2 * R * M, 2 * R * M if proxied else 1
     ints, floats, words = torch.int32, torch.float32, torch.uint64
     return {
         "dispatch.message": ((2 * M, message.words), ints),
         "dispatch.header_out": ((2 * R, header.words), ints),
         "dispatch.header_in": ((2 * R, header.words), ints),
-        "dispatch.arrival": ((places, message.words), ints),
+        "dispatch.arrival": ((rows, message.words), ints),
         "dispatch.begun": ((2 * R,), words),
-        "dispatch.arrived": ((places,), words),
-        "combine.slots": ((places, c.hidden), payload),
-        "combine.slot_scales": ((places if c.quantize_combine else 1, G), floats),
+        "dispatch.arrived": ((rows,), words),
+        "combine.slots": ((rows, c.hidden), payload),
+        "combine.slot_scales": ((rows if c.quantize_combine else 1, G), floats),
         "combine.staged": ((stages, c.hidden), payload),
         "combine.staged_scales": ((stages if c.quantize_combine else 1, G), floats),
         "combine.begun": ((2 * R,), words),
-        "combine.arrived": ((places, parts(c, tuning, proxied)[1]), words),
-        "weights.weights_out": ((places, c.top_k), floats),
-        "weights.weights_in": ((places, c.top_k), floats),
+        "combine.arrived": ((rows, parts(c, tuning, proxied)[1]), words),
+        "weights.weights_out": ((rows, c.top_k), floats),
+        "weights.weights_in": ((rows, c.top_k), floats),
         "weights.sent": ((2 * R,), words),
     }
 
@@ -144,10 +144,10 @@ class LatencyMode(Mode):
             return [
                 partial(self._dispatch_of, blocks, "bfloat16" if self._c.can_quantise else "", "int64"),
                 partial(self._combine_of, blocks, True),
-                # deep_ep's combines bring weights. The simulator compiles one kernel after the other.
+                # deep_ep's combines pass weights. The simulator compiles kernels in turn.
                 *([self._exchange_weights] if self._base.device.type != "cpu" else []),
             ]
-        # Rows of other types that are to be quantised are rare, and their kernels take nvcc the longest.
+        # Quantised rows of other dtypes are rare, and their kernels take the longest to compile.
         sources = ("", "bfloat16") if self._c.can_quantise else ("",)
         return [
             *(partial(self._dispatch_of, blocks, *which) for which in product(sources, ("int64", "int32"))),
@@ -168,8 +168,8 @@ class LatencyMode(Mode):
             c.ranks, c.num_experts, c.top_k, c.max_tokens, c.row_words, c.scale_words, source, blocks, base.threads,
             index_dtype, timed=timed, **self._fewer(blocks), **self._route("dispatch"), **self._order(),
         )  # fmt: skip
-        given, forms = self.dispatch_takes + TIMED * timed, self._dispatch_forms(source, index_dtype)
-        return Launch(kernel, self._fixed["dispatch"], given, base.world, **forms)
+        varying, forms = self.dispatch_takes + TIMED * timed, self._dispatch_forms(source, index_dtype)
+        return Launch(kernel, self._fixed["dispatch"], varying, base.world, **forms)
 
     def _route(self, kernel: str) -> dict[str, Any]:
         """Options of a kernel with forwarders between nodes."""
@@ -180,7 +180,7 @@ class LatencyMode(Mode):
         return {"column_scales": True} if self._c.column_scales else {}
 
     def _dispatch_forms(self, source: str, index_dtype: str) -> dict[str, Any]:
-        """Dtypes as which a kernel takes tensors, see `Launch`."""
+        """Conversions of tensors for a kernel, see `Launch`."""
         c, scales = self._c, max(self._c.scale_words, 1)
         words = {"x_scales": scales, "out": c.row_words, "out_scales": scales} | ({} if source else {"x": c.row_words})
         words |= {"out_scales": c.ranks * c.max_tokens} if c.column_scales else {}
@@ -334,15 +334,15 @@ class LatencyMode(Mode):
         timed = _timed(waited)
         self._exchange_weights(*(True,) * len(timed))(own_weights, plan.tokens, token_slot, counts, *timed)
 
-    def _launch_combine(self, phase: Phase, call: CombineCall, given: torch.Tensor | None) -> None:
-        """`given`: weights of the received rows instead of dispatch's."""
+    def _launch_combine(self, phase: Phase, call: CombineCall, received_weights: torch.Tensor | None) -> None:
+        """`received_weights`: weights of the received rows instead of the dispatch's."""
         plan = call.handle.plan
         _, targets, weights, counts = plan.arguments[:4]
-        weighted = given is not None or bool(call.weights)
+        weighted = received_weights is not None or bool(call.weights)
         bias = call.bias if plan.tokens else ()
         timed = _timed(call.waited)
         self._combine_of(call.blocks, weighted, len(bias), *(True,) * len(timed))(
-            call.y, targets, weights if given is None else given, counts, *bias, *(None,) * (2 - len(bias)),
+            call.y, targets, weights if received_weights is None else received_weights, counts, *bias, *(None,) * (2 - len(bias)),
             call.out, call.code, phase.bits, *self._summed_by(plan), *timed,
         )  # fmt: skip
 
@@ -395,7 +395,7 @@ class NodeLatencyMode(OverNodes, LatencyMode):
 
     def _route(self, kernel: str) -> dict[str, Any]:
         slots = "slots" if kernel == "dispatch" else "forwarder_slots"
-        return {"nodes": self._at.given, slots: self._at.slots}
+        return {"nodes": self._at.node_sizes, slots: self._at.slots}
 
     def _plan_shapes(self) -> dict:
         c, at = self._c, self._at

@@ -42,10 +42,10 @@ from tilescale_net.kernels.moe.row_ops import (
 )
 
 
-def parts_of(hidden: int, width: int, wanted: int) -> tuple[int, int]:
+def parts_of(hidden: int, width: int, parts: int) -> tuple[int, int]:
     """Parts of a row and 16-byte vectors per part; a part is whole warps of vectors, so parts share no scale."""
     units = hidden // width
-    size = (units + wanted * 32 - 1) // (wanted * 32) * 32
+    size = (units + parts * 32 - 1) // (parts * 32) * 32
     return -(-units // size), size
 
 
@@ -149,24 +149,24 @@ def send_part(s, dst, dst_row, mem, src, begin, end, lane):
 
 
 @tsn.macro
-def put_part(s, mem, there, slot: T.Ref, part: T.Ref, end: T.Ref, call: T.Ref, peer: T.Ref, lane):
+def put_part(s, mem, stage_row, slot: T.Ref, part: T.Ref, end: T.Ref, call: T.Ref, peer: T.Ref, lane):
     """Put a part of row `there` of staging memory to row `slot` of a rank of another node, with its signal."""
     begin, width = part * s.size, s.width
     if s.quantised:
         N.put_warp(
-            mem.slots.scales[slot, begin * width // 128], mem.staged.scales[there, begin * width // 128], peer,
+            mem.slots.scales[slot, begin * width // 128], mem.staged.scales[stage_row, begin * width // 128], peer,
             count=(end * width + 127) // 128 - begin * width // 128,
         )  # fmt: skip
         N.put_warp(
             mem.slots.rows[slot, begin * width],
-            mem.staged.rows[there, begin * width],
+            mem.staged.rows[stage_row, begin * width],
             peer,
             count=(end - begin) * width,
         )
         N.signal_warp(mem.arrived[slot, part], call, peer)
     else:
         N.put_signal_warp(
-            mem.slots.rows[slot, begin * width], mem.staged.rows[there, begin * width], peer, mem.arrived[slot, part],
+            mem.slots.rows[slot, begin * width], mem.staged.rows[stage_row, begin * width], peer, mem.arrived[slot, part],
             call, count=(end - begin) * width,
         )  # fmt: skip
 
@@ -236,8 +236,8 @@ def send_part_in_node(s, mem, route, now, peer: T.Ref, slot: T.Ref, part: T.Ref,
         target = route.local_forwarder(peer)
         index = (now.parity * at.slots + route.local_forwarder_slot(peer)) * M
         index = (index + route.words[route.plan.message_index(peer, slot)]) * at.size + at.of.index_of(now.me)
-        there = Rows(N.remote(mem.partial_sums, target), None)
-        send_part(s.unquantised, there, index, mem, source, part * s.size, end, lane)
+        remote = Rows(N.remote(mem.partial_sums, target), None)
+        send_part(s.unquantised, remote, index, mem, source, part * s.size, end, lane)
         N.signal_warp(mem.partials_arrived[index, part], now.call, target)
 
 
@@ -329,7 +329,7 @@ def combine_latency(
     groups, cuts, size, warps = s.groups, s.parts, s.size, threads // 32
     payload = FP8 if quantised else dtype
     if nodes:
-        nodes, L, held = node_at.nodes, node_at.size, s.partials_group(node_at.size)
+        nodes, L, group = node_at.nodes, node_at.size, s.partials_group(node_at.size)
         plan = LatencyNodePlanOffsets(node_at, M, K)
 
     @T.prim_func
@@ -409,10 +409,10 @@ def combine_latency(
                                 send_part(s, at_peer, index, mem, source, part * size, end, lane)
                                 N.signal_warp(arrived[index, part], call, peer)
                             elif proxied:
-                                there = (parity * R + peer) * M + slot
-                                send_part(s, mem.staged, there, mem, source, part * size, end, lane)
+                                stage_row = (parity * R + peer) * M + slot
+                                send_part(s, mem.staged, stage_row, mem, source, part * size, end, lane)
                                 T.sync_warp()
-                                put_part(s, mem, there, index, part, end, call, peer, lane)
+                                put_part(s, mem, stage_row, index, part, end, call, peer, lane)
                 T.sync_threads()
                 handshake.end_phase(send_calls, call, blocks, absent, block, thread, threads)
 
@@ -421,7 +421,7 @@ def combine_latency(
                 word = T.alloc_var("uint64")
                 loaded = T.alloc_local((s.sum_group * s.sum_batch * s.width,), payload)
                 acc = T.alloc_local((s.sum_batch * s.width,), "float32")
-                from_row = T.alloc_local((max(s.sum_group, held) if nodes else s.sum_group,), "int32")
+                from_row = T.alloc_local((max(s.sum_group, group) if nodes else s.sum_group,), "int32")
                 first = T.alloc_var("int32")
                 work, of = Work(loaded, acc, from_row), TokenPart(token, part)
                 handshake.begin_phase(receive_calls, call, parity, block)
@@ -433,9 +433,9 @@ def combine_latency(
                         handshake.check_announcement(word, tag, thread, status)
                 if nodes:
                     k = T.alloc_var("int32")
-                    held_rows = T.alloc_local((held * s.sum_batch * s.width,), dtype)
-                    ones = T.alloc_local((held,), "float32")
-                    work_of_node = Work(held_rows, acc, from_row, ones=ones)
+                    node_rows = T.alloc_local((group * s.sum_batch * s.width,), dtype)
+                    ones = T.alloc_local((group,), "float32")
+                    work_of_node = Work(node_rows, acc, from_row, ones=ones)
                     total = 0
                     for i in T.serial(S):
                         total = total + node_plan[plan.forwarded(i)]

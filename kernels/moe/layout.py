@@ -133,8 +133,8 @@ class NodeLayout:
     never used. Origins are numbered in this way, too.
 
     Attributes:
-        ranks: of the job. given: its nodes as kernels take them, see `as_argument`. of: these nodes. nodes: how many there
-            are. size: ranks of the largest. origins: see above.
+        ranks: number of ranks. node_sizes: the nodes as a kernel's argument, see `as_argument`. of: the nodes. nodes: number
+            of nodes. size: ranks of the largest. origins: see above.
         slots: sources that a forwarder serves at most. lists: pairs of a slot and a rank of the forwarder's node.
         forwarder, forwarder_slot: [nodes] this rank's forwarder in each node, and this rank's slot there.
         source: [slots] the source that this rank serves as a forwarder.
@@ -146,17 +146,12 @@ class NodeLayout:
     """
 
     def __init__(self, ranks: int, nodes: NodeSizes, slots: int):
-        self.ranks, self.given, self.slots, self.of = ranks, nodes, slots, nodes_of(ranks, nodes)
+        self.ranks, self.node_sizes, self.slots, self.of = ranks, nodes, slots, nodes_of(ranks, nodes)
         self.nodes, self.size = len(self.of.sizes), self.of.largest
         self.origins, self.lists = self.nodes - 1 + self.size, slots * self.size
         (
-            self.forwarder,
-            self.forwarder_slot,
-            self.source,
-            self.local_forwarder,
-            self.local_forwarder_slot,
-            self.map_words,
-        ) = offsets_of(self.nodes, self.nodes, slots, ranks, ranks)
+            self.forwarder, self.forwarder_slot, self.source, self.local_forwarder, self.local_forwarder_slot, self.map_words,
+        ) = offsets_of(self.nodes, self.nodes, slots, ranks, ranks)  # fmt: skip
         self.slots_begin, self.head_words = 1 + 2 * self.size, align4(2 + 2 * self.size)
 
 

@@ -161,10 +161,10 @@ class Mode(ABC):
     def _launch(self, make: Callable[..., Launch], *which: Any) -> Callable[..., None]:
         """`make(*which)`, the launch of a kernel, made when it is first asked for."""
         key = (make.__name__, *which)
-        found = self._launches.get(key)
-        if found is None:
-            found = self._launches[key] = make(*which).quick()
-        return found
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._launches[key] = make(*which).quick()
+        return launch
 
     def _buffers(self, kernel: str) -> dict[str, torch.Tensor]:
         """Symmetric buffers of a kernel, by parameter name."""
@@ -211,9 +211,9 @@ class Mode(ABC):
         return rows, make((*shape[:-1], c.scale_words), torch.float32) if c.scale_words else None
 
     @staticmethod
-    def _seen_as(given: torch.Tensor | None, scales: torch.Tensor | None) -> torch.Tensor | None:
+    def _seen_as(like: torch.Tensor | None, scales: torch.Tensor | None) -> torch.Tensor | None:
         """Received scales in the dtype of this rank's own."""
-        return scales if given is None or scales is None else scales.view(given.dtype)
+        return scales if like is None or scales is None else scales.view(like.dtype)
 
     @abstractmethod
     def dispatch(self, call: DispatchCall) -> Pending:
@@ -280,18 +280,18 @@ class OverNodes(Mode):
 
     @property
     def sums_over(self) -> NodeSizes:
-        return self._at.given
+        return self._at.node_sizes
 
     def _use_map(self, mask: tuple[bool, ...]) -> None:
         """Set the kernels' map to these members."""
-        words = Forwarders(mask, self._at.given).words(self._base.rank, self._at.slots)
+        words = Forwarders(mask, self._at.node_sizes).words(self._base.rank, self._at.slots)
         node_map = torch.tensor(words, dtype=torch.int32, device=self._base.device)
         for fixed in self._fixed.values():
             fixed["node_map"] = node_map
 
     def regroup(self, mask: tuple[bool, ...]) -> None:
         """Another rank replaces an excluded forwarder, and may then serve more sources than it had slots for."""
-        at = with_room(self._c.ranks, self._at.given, [mask])
+        at = with_room(self._c.ranks, self._at.node_sizes, [mask])
         if at.slots > self._at.slots:
             self._at = at
             with torch.inference_mode(False):

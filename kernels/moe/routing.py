@@ -776,11 +776,11 @@ def _number_rows(mem, route, tokens, b: T.Ref, node: T.Ref, origin: T.Ref, index
             for r in T.serial(at.of.size(b)):
                 hit = T.if_then_else(mem.token_slot[thread * share + q, at.of.first(b) + r] >= 0, 1, hit)
             index = index + hit
-    mem.found[thread] = index
+    mem.thread_counts[thread] = index
     T.sync_threads()
     index = 0
     for p in T.serial(thread):
-        index = index + mem.found[p]
+        index = index + mem.thread_counts[p]
     for q in T.serial(share):
         t = thread * share + q
         if t < tokens:
@@ -824,11 +824,11 @@ def _place_slots(mem, route, tokens, b: T.Ref, node: T.Ref, begin: T.Ref, hit: T
                         for r in T.serial(at.of.size(a)):
                             hit = T.if_then_else(mem.token_slot[thread * share + q, at.of.first(a) + r] >= 0, 1, hit)
                     begin = begin + hit
-    mem.found[thread] = begin
+    mem.thread_counts[thread] = begin
     T.sync_threads()
     begin = 0
     for p in T.serial(threads):
-        begin = begin + mem.found[p]
+        begin = begin + mem.thread_counts[p]
     for r in T.serial(at.of.size(node)):
         begin = begin + mem.totals[mem.totals_at.sent + at.of.first(node) + r]
     if b != node and thread == 0:
@@ -920,10 +920,19 @@ def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads, absent
         node_plan: T.Tensor((plan.words,), "int32"),
     ):
         with T.Kernel(blocks, threads=threads) as block:
-            found = T.alloc_shared((threads,), "int32")
+            thread_counts = T.alloc_shared((threads,), "int32")
             route = Route(at, plan, node_map, node_plan)
             mem = NodePlanTensors(
-                token_slot, send_row, totals, totals_at, heads_out, heads_in, pairs_out, pairs_in, heads_arrived, found
+                token_slot,
+                send_row,
+                totals,
+                totals_at,
+                heads_out,
+                heads_in,
+                pairs_out,
+                pairs_in,
+                heads_arrived,
+                thread_counts,
             )
             thread = T.get_thread_binding()
             node = T.alloc_var("int32", at.of.node_of(N.my_pe()))

@@ -1,6 +1,6 @@
 """Throughput mode on the host: buffers, and the launches of its kernels.
 
-`NodeThroughputMode` is the same where rows cross the network once per node: other buffers and kernels, the same calls.
+`NodeThroughputMode` is for rows that cross the network once per node: other buffers and kernels, the same calls.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def rows_received(config: Config) -> int:
 
 
 def shared_rows(config: Config, proxied: bool) -> dict[str, tuple[str, int, int, torch.dtype]]:
-    """Buffers of rows: "kernel.parameter" -> (the memory that it lies in, rows, columns, dtype). Between nodes a
-    dispatch and a combine share memory, each as many rows as a rank sends, and as it receives. A call fills them when
-    all ranks have begun it, and so have ended the one before."""
+    """Buffers of rows: "kernel.parameter" -> (memory region, rows, columns, dtype). Between nodes a dispatch and a combine
+    share regions of as many rows as a rank sends and receives. A call fills them when all ranks have begun it, and so have
+    ended the previous one."""
     c, placement = config, placement_of(config)
     sent, received = most_sent(c.ranks, c.max_tokens, c.top_k), rows_received(c)
     payload = FP8_DTYPE if c.quantize_combine else c.combine_dtype
@@ -81,8 +81,8 @@ def symmetric_buffers(config: Config, tuning: Tuning, proxied: bool) -> BufferSp
     shared = shared_rows(config, proxied)
     rows = {name: count for name, (_, count, _, _) in shared.items()}
     memory = {"sent": 0, "received": 0}
-    for where, count, columns, dtype in shared.values():
-        memory[where] = max(memory[where], count * columns * dtype.itemsize // 4)
+    for region, count, columns, dtype in shared.values():
+        memory[region] = max(memory[region], count * columns * dtype.itemsize // 4)
 
     def scaled(rows: int) -> int:
         return rows if c.scale_words else 1
@@ -126,7 +126,7 @@ def new_scales(config: Config, device: torch.device, by_column: bool = False) ->
 
 
 def copy_output(targets: tuple, sources: tuple) -> None:
-    """The caller's rows and scales; None without scales."""
+    """Copy rows and scales to the caller's; None without scales."""
     for target, source in zip(targets, sources):
         if target is not None:
             target.copy_(source)
@@ -154,20 +154,20 @@ class ThroughputMode(Mode):
         super().__init__(base, config, specs or symmetric_buffers(config, base.tuning, base.proxied))
         R, c, tuning, device = config.ranks, config, base.tuning, base.device
         self._tuning, self._proxied = tuning, base.proxied
-        # Calls that share memory may not overtake one another.
+        # Calls that share memory must run in order.
         ordered = self._shares_rows
         self._stream = SideStream(device, ordered) if device.type == "cuda" else DeferredStream(ordered)
         self.placement = placement_of(c)
-        self._in_place = self.placement != "staged"  # rows land in the output, or are copied to it
+        self._in_place = self.placement != "staged"  # rows arrive in the output instead of a buffer
         self.symmetric_output = config.zero_copy
         output = self._buffers("output")
         self._output = output["rows"], output["scales"] if c.scale_words else None
         self._landing = tuple(launch_argument(as_words(output[name], 0)) for name in ("rows", "scales"))
         self._own_tag = output_tag(base.heap_offset(output["rows"])) if self._in_place else 0
         self._chunks = -(-c.max_tokens // tuning.chunk)
-        self._loaded: set[tuple] = set()  # combines that begin late: those that were launched
+        self._loaded: set[tuple] = set()  # keys of launched combines that begin late
 
-        # Words of this rank alone.
+        # Local words.
         shared = {"active": base.active, "status": base.status.tensor}
         words = CountsLayout(c.num_experts, R).words + (c.num_experts if c.tiles else 0)
         partial = torch.zeros((base.blocks, words), dtype=torch.int32, device=device)
@@ -197,13 +197,13 @@ class ThroughputMode(Mode):
         return self._proxied
 
     def _rows_of(self, kernel: str) -> dict[str, torch.Tensor]:
-        """The buffers of rows of a kernel, by the names of its parameters."""
-        found = {}
-        for name, (where, rows, columns, dtype) in shared_rows(self._c, self._proxied).items():
-            words = self._symmetric[f"rows.{where}"][: rows * columns * dtype.itemsize // 4]
+        """Views of a kernel's buffers of rows, by parameter name."""
+        views = {}
+        for name, (region, rows, columns, dtype) in shared_rows(self._c, self._proxied).items():
+            words = self._symmetric[f"rows.{region}"][: rows * columns * dtype.itemsize // 4]
             if name.startswith(f"{kernel}."):
-                found[name.removeprefix(f"{kernel}.")] = words.view(dtype).view(rows, columns)
-        return found
+                views[name.removeprefix(f"{kernel}.")] = words.view(dtype).view(rows, columns)
+        return views
 
     def reset(self) -> None:
         super().reset()
@@ -233,7 +233,7 @@ class ThroughputMode(Mode):
         ]
 
     def variants_of_tiles(self, blocks: int, combine_blocks: int, weighted: str) -> list[Callable[[], object]]:
-        """The same for calls beside GEMMs if there are tiles: a dispatch on `blocks` blocks, a combine on its own."""
+        """Kernels of calls beside GEMMs, with tiles: a dispatch on `blocks` blocks, a combine on `combine_blocks`."""
         assert self.tiles is not None
         return [
             partial(self._routing_of, "int64", blocks),
@@ -251,7 +251,7 @@ class ThroughputMode(Mode):
         return {"absent": absent} | senders if absent else {}
 
     def _senders_of(self, kernel: str, blocks: int | None = None) -> int:
-        """How many of the blocks of a dispatch or combine send; default those of the tuning."""
+        """Number of blocks of a dispatch or combine that send; default: the tuning's."""
         blocks = blocks or self._base.blocks
         dispatch, combine = shares(self._tuning, blocks)
         return combine if kernel == "combine" else blocks if self.placement == "rank" else dispatch
@@ -284,7 +284,7 @@ class ThroughputMode(Mode):
         return Launch(kernel, self._fixed["dispatch"], self.dispatch_takes, base.world, **self._forms("dispatch"))
 
     def _in_tiles(self, tiles: int) -> dict[str, int | None]:
-        """Options of kernels that count tiles, or wait for them."""
+        """Options of kernels that count tiles or wait for them."""
         return {"tile_rows": self._c.tile_rows, "tiles": tiles} if tiles else {}
 
     def _combine_of(
@@ -396,7 +396,7 @@ class ThroughputMode(Mode):
         copied = self._in_place and not self.symmetric_output
         landing = self._landing if copied or rows is self._output[0] else (rows, row_scales)
         by_row = None
-        if c.column_scales and not copied:  # scales travel with their rows, and are transposed here
+        if c.column_scales and not copied:  # scales arrive with their rows, and are transposed here
             by_row = self._output[1] if self._in_place else new_scales(c, x.device)
             landing = landing if rows is self._output[0] else (rows, by_row)
             row_scales = new_scales(c, x.device, by_column=True) if row_scales is by_row else row_scales
@@ -414,13 +414,13 @@ class ThroughputMode(Mode):
         tiles, proxy = pending.tiles, self._base.world.proxy
         assert tiles is not None
         if tiles.started is not None:
-            return  # the phase takes its SMs later
+            return  # the combine takes its SMs later
         if self._base.device.type == "cuda":
-            # Not if launches block: the combine waits for later launches.
+            # Not if launches block, because the combine waits for later launches.
             if pending.kind == "dispatch" or proxy is None or not proxy.holds_up_launches:
                 tiles.leave_multiprocessors()
         elif pending.kind == "dispatch":
-            self._stream.wait(pending.rest)  # the simulator runs a combine's kernels when the GEMM has ended
+            self._stream.wait(pending.rest)  # the simulator runs a combine's kernels after the GEMM
 
     def receive(self, pending: Pending) -> None:
         if pending.sums and self._base.device.type == "cuda":  # while the last rows are in flight
@@ -447,20 +447,20 @@ class ThroughputMode(Mode):
         }
 
     def _plan_routing(self, call: DispatchCall) -> RoutingPlan:
-        """Agree with all ranks on the routing of a dispatch; a fault makes all reject it. `cleared`: a new plan of
-        exactly these tokens, zeroed where no row exists."""
+        """Agree with all ranks on the routing of a dispatch; a fault makes all reject it. With `cleared`, a new plan of
+        exactly these tokens, zero where no row exists."""
         choices, fault, tokens = call.choices, call.fault, call.x.shape[0]
         if choices.cleared:
             shapes = self._plan_shapes() | {"token_slot": ((max(tokens, 1), self._c.ranks), torch.int32)}
             device = self._base.device
-            made = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes.values()]
-            plan = RoutingPlan(tokens, *made)
+            tensors = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes.values()]
+            plan = RoutingPlan(tokens, *tensors)
         else:
             plan = self._plans.next(tokens)
         routing = self._routing_of(dtype_name(choices.topk_idx.dtype), call.blocks)
-        found = (NO_FAULT, 0) if fault is None else (fault.code, fault.value)
-        _, *places = plan.arguments
-        self._stream.launch(routing, choices.topk_idx, choices.topk_weights, tokens, *found, *places)
+        code_and_value = (NO_FAULT, 0) if fault is None else (fault.code, fault.value)
+        _, *fields = plan.arguments
+        self._stream.launch(routing, choices.topk_idx, choices.topk_weights, tokens, *code_and_value, *fields)
         return plan
 
     def _moved_by(self, plan: RoutingPlan) -> tuple:
@@ -506,8 +506,8 @@ class ThroughputMode(Mode):
         key = call.blocks, weighted, valued, len(bias), tiles.count if tiles else 0
         launch = self._combine_of(*key)
         if tiles and tiles.started is not None:
-            # The driver loads a kernel at its first launch, and waits for running kernels. A combine that waits for a
-            # GEMM launched afterwards would never end: the first call takes its SMs at once.
+            # A kernel's first launch loads it, for which the driver waits until running kernels have ended. A combine that
+            # waits for a later GEMM would never end, so the first call takes its SMs at once.
             if key in self._loaded:
                 self._stream.launch(tiles.await_start)
             self._loaded.add(key)
@@ -530,13 +530,13 @@ _NODES = ("tokens", "token_slot", "send_row", "totals", "node_plan")
 
 
 def _rows(config: Config, at: NodeLayout) -> dict[str, tuple[int, int, torch.dtype]]:
-    """Buffers of rows: "kernel.parameter" -> (rows, columns, dtype). Dispatch and combine share the memory of theirs."""
+    """Buffers of rows: "kernel.parameter" -> (rows, columns, dtype). Dispatch and combine share their memory."""
     c, M = config, config.max_tokens
     payload = FP8_DTYPE if c.quantize_combine else c.combine_dtype
     arrival = shared_rows(c, proxied=False)["dispatch.arrival"][1]
-    back, kept = most_sent(at.origins, M, c.top_k), rows_received(c)
+    back, received = most_sent(at.origins, M, c.top_k), rows_received(c)
     # Unquantised rows lie behind the slots, see `_rows_of`.
-    behind, apart = (0, kept) if c.quantize_combine else (kept, 1)
+    behind, apart = (0, received) if c.quantize_combine else (received, 1)
     return {
         "dispatch.arrival": (arrival, c.row_words, torch.int32),
         "dispatch.staged": ((at.nodes - 1) * M, c.row_words, torch.int32),
@@ -549,8 +549,8 @@ def _rows(config: Config, at: NodeLayout) -> dict[str, tuple[int, int, torch.dty
 
 def _words(rows: dict[str, tuple[int, int, torch.dtype]], kernel: str) -> int:
     """4-byte words of a kernel's rows; each buffer begins at a multiple of 256 bytes."""
-    found = (count for name, count in rows.items() if name.startswith(f"{kernel}."))
-    return sum(-(-n * columns * dtype.itemsize // 256) * 64 for n, columns, dtype in found)
+    specs = (spec for name, spec in rows.items() if name.startswith(f"{kernel}."))
+    return sum(-(-n * columns * dtype.itemsize // 256) * 64 for n, columns, dtype in specs)
 
 
 class NodeThroughputMode(OverNodes, ThroughputMode):
@@ -608,18 +608,18 @@ class NodeThroughputMode(OverNodes, ThroughputMode):
         self._use_map(base.active_mask)
 
     def _rows_of(self, kernel: str) -> dict[str, torch.Tensor]:
-        c, found, begin = self._c, {}, 0
+        c, views, begin = self._c, {}, 0
         for name, (count, columns, dtype) in _rows(c, self._at).items():
             if name.startswith(f"{kernel}."):
                 words = count * columns * dtype.itemsize // 4
                 memory = self._symmetric["rows.shared"][begin : begin + words]
-                found[name.removeprefix(f"{kernel}.")] = memory.view(dtype).view(count, columns)
+                views[name.removeprefix(f"{kernel}.")] = memory.view(dtype).view(count, columns)
                 begin += -(-words // 64) * 64
         if kernel == "combine" and not c.quantize_combine:
             # Rows for tokens of other nodes lie behind the slots if dtypes are equal.
             behind, values = most_sent(self._at.origins, c.max_tokens, c.top_k), self._symmetric["combine.slot_values"]
-            found |= {"offered": found["slots"][behind:], "offered_values": values[behind:]}
-        return found
+            views |= {"offered": views["slots"][behind:], "offered_values": values[behind:]}
+        return views
 
     @property
     def node_plan_words(self) -> int:
@@ -633,7 +633,7 @@ class NodeThroughputMode(OverNodes, ThroughputMode):
     def _route(self, kernel: str) -> dict[str, Any]:
         if kernel == "routing":
             return {"node_size": self._at.size if self._at.of.is_even else self._at.of.sizes}
-        return {"nodes": self._at.given, "slots" if kernel == "dispatch" else "forwarder_slots": self._at.slots}
+        return {"nodes": self._at.node_sizes, "slots" if kernel == "dispatch" else "forwarder_slots": self._at.slots}
 
     def _nodes_launch(self, blocks: int) -> Callable[..., None]:
         return self._launch(self._new_nodes, blocks)
@@ -641,7 +641,7 @@ class NodeThroughputMode(OverNodes, ThroughputMode):
     def _new_nodes(self, blocks: int) -> Launch:
         c, base, at = self._c, self._base, self._at
         kernel = plan_nodes(
-            c.ranks, c.num_experts, at.given, at.slots, c.max_tokens, blocks, base.threads, **self._fewer(blocks)
+            c.ranks, c.num_experts, at.node_sizes, at.slots, c.max_tokens, blocks, base.threads, **self._fewer(blocks)
         )
         return Launch(kernel, self._fixed["nodes"], _NODES, base.world)
 

@@ -164,7 +164,7 @@ def test_outputs():
     for mine, theirs in ((first, second), (second, None), (None, first)):
         for known in (False, True):
             received = op.dispatch(x, idx)
-            with raises(ValueError, f"rank {1 - rank} gave another out"):
+            with raises(ValueError, f"rank {1 - rank} passed another out"):
                 chosen = dict(out=mine if rank == 0 else theirs)
                 op.dispatch(x, handle=received.handle, **chosen) if known else op.dispatch(x, idx, **chosen)
                 op.check()
