@@ -203,5 +203,5 @@ def test_misuse():
     ):  # fmt: skip
         with pytest.raises(error, match=words):
             ops.moe_experts(of, *inputs, *matrices, **options)
-    with pytest.raises(TypeError, match="x has dtype torch.float32; of a layer of torch.float8_e4m3fn it must be"):
+    with pytest.raises(TypeError, match="x has dtype torch.float32; for a layer of torch.float8_e4m3fn it must be"):
         ops.moe_experts(layer, x.float(), *inputs[1:], up, down)

@@ -183,7 +183,7 @@ def _few_are_kept() -> None:
         assert out.eq(K * (1 if name == "all_gather_matmul" else tsn.size())).all()
         return list(objects._products.values())[-1]
 
-    with mock.patch.object(group_objects, "KEPT", 2):
+    with mock.patch.object(group_objects, "MOST_GEMMS", 2):
         first, second = call("all_gather_matmul"), call("matmul_reduce_scatter")
         assert call("all_gather_matmul") is first
         third = call("matmul_all_reduce")

@@ -12,7 +12,7 @@ import torch
 
 
 def as_weights(x: Any) -> torch.Tensor:
-    """A router's weights, of any floating dtype, as float32 for kernels; their gradients have the given dtype."""
+    """A router's weights, of any floating dtype, as float32 for kernels; gradients have the original dtype."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16, torch.float64) else x
 
 
@@ -144,16 +144,16 @@ def operator(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable], C
 # torch.autocast for GEMMs in operators that torch does not know.
 
 
-def operands(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def operands(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The operands of a GEMM: in the dtype of their device's torch.autocast region, as for torch.mm
     (docs.pytorch.org/docs/stable/amp.html: all floating dtypes except float64); unchanged outside of one, and for 8-bit
     operands with scales.
     """
-    kind = given[0].device.type
-    if not torch.is_autocast_enabled(kind) or any(x.dtype == torch.float8_e4m3fn for x in given):
-        return given
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind) or any(x.dtype == torch.float8_e4m3fn for x in tensors):
+        return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in given)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

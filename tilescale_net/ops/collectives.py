@@ -114,9 +114,9 @@ def _scatter(objects: GroupObjects, x: torch.Tensor, gradient: bool) -> torch.Te
     objects.calls.note_operator(gradient, "reduce_scatter of x of shape {} and {}", x.shape, x.dtype)
     # Few bytes travel without a copy of x.
     few = objects.reduce_scatter.takes_any_memory(x.nbytes // ranks)
-    there = None if few else objects.source(x.shape, x.dtype, x.device)
+    through = None if few else objects.source(x.shape, x.dtype, x.device)
     out = objects.empty((x.shape[0] // ranks, *x.shape[1:]), x.dtype)
-    return objects.reduce_scatter(out, x, through=there)
+    return objects.reduce_scatter(out, x, through=through)
 
 
 @arguments.register_fake("reduce_scatter")
@@ -144,7 +144,7 @@ def reduce_scatter(x: torch.Tensor, group: tsn.Group = None) -> torch.Tensor:
         group: see `tilescale_net.ops`.
 
     Returns:
-        [rows, ...]; sums are made in float32 in the order of the ranks and rounded once. The gradient of `x` is the
+        [rows, ...]; sums are in float32, in the order of the ranks, and rounded once. The gradient of `x` is the
         all_gather of the result's.
 
     Raises:
@@ -178,9 +178,9 @@ def _reduce(objects: GroupObjects, x: torch.Tensor, gradient: bool, quantize: st
     objects.calls.note_operator(gradient, "all_reduce of x of shape {} and {}", x.shape, x.dtype)
     # Tensors of several pieces are copied as a whole: with a kernel per piece, each waits for all ranks.
     if objects.all_reduce.is_copied_in_pieces(x.nbytes, x.dtype):
-        there = objects.source(x.shape, x.dtype, x.device)
-        if there is not None:
-            return objects.all_reduce(torch.empty_like(x), there.copy_(x), overwrite_x=True)
+        source = objects.source(x.shape, x.dtype, x.device)
+        if source is not None:
+            return objects.all_reduce(torch.empty_like(x), source.copy_(x), overwrite_x=True)
     return objects.all_reduce(torch.empty_like(x), x)
 
 
@@ -242,16 +242,16 @@ def _largest(world, output_splits: Sequence[int], input_splits: Sequence[int]) -
 
     A rank compares the rows that others send to it, and reports one mismatch to all of them.
     """
-    call, members, said = "tilescale_net.ops.all_to_all", world.control.members, ""
+    call, members, error = "tilescale_net.ops.all_to_all", world.control.members, ""
     sizes = len(output_splits), len(input_splits)
     fits = sizes == (world.size, world.size)
     came = world.control.exchange(call, [input_splits[b] if fits else -1 for b in members])
     if not fits:
-        said = "rank {} gives {} output_splits and {} input_splits for {} ranks".format(world.rank, *sizes, world.size)
+        error = "rank {} gives {} output_splits and {} input_splits for {} ranks".format(world.rank, *sizes, world.size)
     for a, sends in zip(members, came):
-        if not said and sends not in (-1, output_splits[a]):  # -1: that rank reports its error itself
-            said = f"rank {a} sends {sends} rows to rank {world.rank}, which expects {output_splits[a]}"
-    reports = world.control.gather(call, [max(sum(output_splits), sum(input_splits)), said])
+        if not error and sends not in (-1, output_splits[a]):  # -1: that rank reports its error itself
+            error = f"rank {a} sends {sends} rows to rank {world.rank}, which expects {output_splits[a]}"
+    reports = world.control.gather(call, [max(sum(output_splits), sum(input_splits)), error])
     for _, wrong in reports:
         if wrong:
             raise tsn.RankMismatch(f"all_to_all: {wrong}; nothing was sent")
@@ -289,16 +289,16 @@ def _all_to_all(
     if output_splits is None and objects.all_to_all.takes_any_memory(x.nbytes // objects.world.size):
         return objects.all_to_all(objects.empty(x.shape, x.dtype), x)
     shape = (room, *x.shape[1:])
-    there, *sources = objects.symmetric(
+    target, *sources = objects.symmetric(
         (shape, x.dtype), *([(shape, x.dtype)] if objects.needs_symmetric_source else [])
     )
     if sources:
         x = sources[0][: x.shape[0]].copy_(x)
     if output_splits is None:
-        return objects.all_to_all(objects.empty(x.shape, x.dtype), x, through=there)
+        return objects.all_to_all(objects.empty(x.shape, x.dtype), x, through=target)
     if rows < room:
-        there = there[:rows]
-    return objects.all_to_all(there, x, output_splits, input_splits).clone()
+        target = target[:rows]
+    return objects.all_to_all(target, x, output_splits, input_splits).clone()
 
 
 @arguments.register_fake("all_to_all")
@@ -321,13 +321,9 @@ _exchange_differentiably = arguments.differentiable(_all_to_all, _all_to_all_set
 
 @without_default_device
 def all_to_all(
-    x: torch.Tensor,
-    output_splits: Sequence[int] | None = None,
-    input_splits: Sequence[int] | None = None,
-    group: tsn.Group = None,
-    *,
-    max_rows: int | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, output_splits: Sequence[int] | None = None, input_splits: Sequence[int] | None = None,
+    group: tsn.Group = None, *, max_rows: int | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Rows of `x` go to all ranks of the group, in their order; as torch.distributed.all_to_all_single.
 
     Args:
@@ -407,14 +403,14 @@ class _Recv(torch.autograd.Function):
         return None, None, None, None
 
 
-def _received(there: torch.Tensor, src: int, group: str) -> torch.Tensor:
-    """`there`, with the version counter of the caller's tensor: earlier results of it then raise in a backward."""
-    if there.is_contiguous() and unresolved(there) is None:
-        _messages(group).recv(there, src)
-        if not there.is_inference():
-            torch.autograd.graph.increment_version(there)
-        return there
-    return there.copy_(_messages(group).recv(torch.empty_like(there, memory_format=torch.contiguous_format), src))
+def _received(out: torch.Tensor, src: int, group: str) -> torch.Tensor:
+    """Receive into `out` and increment its version counter, so a backward that needs its earlier contents raises."""
+    if out.is_contiguous() and unresolved(out) is None:
+        _messages(group).recv(out, src)
+        if not out.is_inference():
+            torch.autograd.graph.increment_version(out)
+        return out
+    return out.copy_(_messages(group).recv(torch.empty_like(out, memory_format=torch.contiguous_format), src))
 
 
 @arguments.outside_graphs

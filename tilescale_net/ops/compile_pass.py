@@ -61,28 +61,28 @@ class FuseCollectives(CustomGraphPass):
         """Replace calls in place."""
         for node in list(graph.nodes):
             for pattern in (_gathered, _scattered, _reduced):
-                found = pattern(node)
-                if found is not None and _is_faster(found):
-                    self._replace(graph, found)
+                match = pattern(node)
+                if match is not None and _is_faster(match):
+                    self._replace(graph, match)
                     break
         graph.eliminate_dead_code()
 
-    def _replace(self, graph: torch.fx.Graph, found: Found) -> None:
-        node, x = found.nodes[0], found.x
+    def _replace(self, graph: torch.fx.Graph, match: Found) -> None:
+        node, x = match.nodes[0], match.x
         value = node.meta["val"]
-        flags = (False,) if found.kind == "matmul_all_reduce" else ()
+        flags = (False,) if match.kind == "matmul_all_reduce" else ()
         with graph.inserting_before(node):
             if x.meta["val"].dim() != 2:
                 x = _viewed(graph, x, [-1, x.meta["val"].shape[-1]])
-            ours = graph.call_function(getattr(_ours, found.kind).default, (x, found.w, *flags, None, found.group))
+            ours = graph.call_function(getattr(_ours, match.kind).default, (x, match.w, *flags, None, match.group))
             ours.meta.update(node.meta)
             if value.dim() != 2:
                 ours.meta["val"] = value.reshape(-1, value.shape[-1])
                 ours = _viewed(graph, ours, list(value.shape))
         node.replace_all_uses_with(ours)
-        for each in found.nodes:  # torch keeps unread waits, and so the collective and the GEMM
+        for each in match.nodes:  # torch keeps unread waits, and so the collective and the GEMM
             graph.erase_node(each)
-        self.replaced.append(found.kind)
+        self.replaced.append(match.kind)
 
 
 def _viewed(graph: torch.fx.Graph, node: Any, shape: list[int]) -> Any:
@@ -149,9 +149,9 @@ def _reduced(node: Any) -> Found | None:
     return _behind(node, _c10d.all_reduce.default, "matmul_all_reduce")
 
 
-def _is_faster(found: Found) -> bool:
+def _is_faster(match: Found) -> bool:
     """Whether the fused way is expected to be faster than the graph's."""
-    left, right = found.x.meta.get("val"), found.w.meta.get("val")
+    left, right = match.x.meta.get("val"), match.w.meta.get("val")
     if left is None or right is None or left.dtype != right.dtype or left.dtype == fused.SCALED:
         return False
     if not left.dim() or not all(isinstance(extent, int) for extent in (*left.shape, *right.shape)):
@@ -159,11 +159,11 @@ def _is_faster(found: Found) -> bool:
     if not (left.is_contiguous() and (right.is_contiguous() or right.t().is_contiguous())):  # which would be copied
         return False
     try:
-        world = group_objects.world_of(found.group)
+        world = group_objects.world_of(match.group)
     except TileScaleError:  # a group of torch's alone
         return False
     (*rows, k), n = left.shape, right.shape[1]
-    problem = choice.GemmProblem(found.kind, world.size, math.prod(rows), k, n, left.dtype)
+    problem = choice.GemmProblem(match.kind, world.size, math.prod(rows), k, n, left.dtype)
     if choice.fits(problem):
         return False
     # Ranks cannot communicate while torch traces a graph; the operator itself checks everything.

@@ -10,6 +10,7 @@ import torch
 import tilescale_net as tsn
 from tilescale_net.kernels.all_to_all_transposed import AllToAllTransposed, checked_lengths
 from tilescale_net.kernels.attention_merge import AttentionMerge
+from tilescale_net.kernels.collective import is_integer
 from tilescale_net.ops import arguments, group_objects
 from tilescale_net.ops.group_objects import GroupObjects, SideStream
 from tilescale_net.runtime.launch_args import dense, without_default_device
@@ -34,7 +35,7 @@ def _merge(
     if x.dim() != 3:
         raise ValueError(f"merge_attention: x has shape {list(x.shape)}; it must be [batch, heads, dim]")
     batch, heads, dim = x.shape
-    merge = objects.made(
+    merge = objects.cached(
         ("merge_attention", all_heads, base_2),
         lambda: AttentionMerge(all_heads=all_heads, base_2=base_2, group=objects.world, **objects.geometry).tracked_by(
             objects.calls
@@ -140,11 +141,11 @@ def _exchanged_shape(
 
 
 def _transposed(objects: GroupObjects) -> AllToAllTransposed:
-    made: AllToAllTransposed = objects.made(
+    op: AllToAllTransposed = objects.cached(
         "all_to_all_transposed",
         lambda: AllToAllTransposed(group=objects.world, **objects.geometry).tracked_by(objects.calls),
     )
-    return made
+    return op
 
 
 def _fake_exchange(x: torch.Tensor, scatters: bool, lengths: Sequence[int] | None, group: str) -> torch.Tensor:
@@ -252,14 +253,9 @@ def gather_heads(x: torch.Tensor, group: tsn.Group = None, *, lengths: Sequence[
 @arguments.outside_graphs
 def attention_by_heads(
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    group: tsn.Group = None,
-    *,
-    lengths: Sequence[int] | None = None,
-    chunks: int = 2,
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: tsn.Group = None, *,
+    lengths: Sequence[int] | None = None, chunks: int = 2,
+) -> torch.Tensor:  # fmt: skip
     """Attention to a sequence that is sharded over the ranks, in chunks of heads: while one chunk is computed, another stream
     receives the next ones and sends the results. Breaks a graph of torch.compile.
 
@@ -285,7 +281,7 @@ def attention_by_heads(
     arguments.check(call, q=q, k=k, v=v)
     objects = group_objects.in_order(group)
     n = objects.world.size
-    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+    if not is_integer(chunks):
         raise ValueError(f"{call}: chunks is {chunks!r}; it must be 1 or more")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() < 3 or x.shape[:HEADS] != q.shape[:HEADS] or x.dtype != q.dtype or x.shape[HEADS] % (n * chunks):
@@ -313,7 +309,7 @@ def _by_heads(attend, tensors, objects: GroupObjects, lengths, chunks: int, besi
     rooms = [(chunks, *shape) for shape in shapes] + [(math.prod(batch) * most * heads * v.shape[-1],)]
     if objects.needs_symmetric_source:
         rooms += [(math.prod(batch) * most * x.shape[HEADS] * x.shape[-1],) for x in tensors] + [(chunks, *attended)]
-    *found, out = (memory := objects.symmetric(*((room, q.dtype) for room in rooms)))[:4]
+    *received, out = (memory := objects.symmetric(*((room, q.dtype) for room in rooms)))[:4]
     sources = memory[4:]  # source of data for PEs of other nodes
     exchange = _transposed(objects)
     out = out[: math.prod(batch) * mine * heads * v.shape[-1]].view(*batch, mine, heads, v.shape[-1])
@@ -323,12 +319,12 @@ def _by_heads(attend, tensors, objects: GroupObjects, lengths, chunks: int, besi
             sources[i][: x.numel()].view(x.shape).copy_(x) if sources else x.contiguous() for i, x in enumerate(tensors)
         ]
         for c in range(chunks):
-            for x, room in zip(inputs, found):
+            for x, room in zip(inputs, received):
                 exchange(room[c], x, HEADS, SEQUENCE, lengths=lengths, chunk=(c, chunks))
             arrived.append(beside.mark())
     for c in range(chunks):
         beside.join(arrived[c])
-        y = _attended(attend, [room[c] for room in found], attended)
+        y = _attended(attend, [room[c] for room in received], attended)
         with beside.following(y):
             y = sources[3][c].copy_(y) if sources else y
             exchange(out, y, SEQUENCE, HEADS, lengths=lengths, chunk=(c, chunks))
@@ -339,17 +335,17 @@ def _by_heads(attend, tensors, objects: GroupObjects, lengths, chunks: int, besi
 def _by_heads_with_gradient(
     attend, tensors, objects: GroupObjects, group, lengths, chunks: int, beside: SideStream
 ) -> torch.Tensor:
-    """As operators: autograd runs each backward on the stream of its forward."""
+    """By operators, because autograd runs each backward on the stream of its forward."""
     n, v = objects.world.size, tensors[2]
     arrived, left = [], []
     with beside.following(*tensors):
         parts = [x.unflatten(HEADS, (n, chunks, x.shape[HEADS] // (n * chunks))) for x in tensors]
         for c in range(chunks):
-            found = [scatter_heads(x[..., c, :, :].flatten(-3, -2), group, lengths=lengths) for x in parts]
-            arrived.append((found, beside.mark()))
-    for found, mark in arrived:
-        beside.join(mark, *found)
-        y = _attended(attend, found, (*found[0].shape[:-1], v.shape[-1]))
+            received = [scatter_heads(x[..., c, :, :].flatten(-3, -2), group, lengths=lengths) for x in parts]
+            arrived.append((received, beside.mark()))
+    for received, mark in arrived:
+        beside.join(mark, *received)
+        y = _attended(attend, received, (*received[0].shape[:-1], v.shape[-1]))
         with beside.following(y):
             back = gather_heads(y, group, lengths=lengths)
             left.append(back.unflatten(HEADS, (n, back.shape[HEADS] // n)))
@@ -357,11 +353,11 @@ def _by_heads_with_gradient(
     return torch.stack(left, -3).flatten(-4, -2)
 
 
-def _attended(attend, found: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
-    y = attend(*found)
-    if not isinstance(y, torch.Tensor) or y.shape != torch.Size(shape) or y.dtype != found[0].dtype:
-        what = f"{list(y.shape)} and {y.dtype}" if isinstance(y, torch.Tensor) else type(y).__name__
+def _attended(attend, tensors: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    y = attend(*tensors)
+    if not isinstance(y, torch.Tensor) or y.shape != torch.Size(shape) or y.dtype != tensors[0].dtype:
+        kind = f"{list(y.shape)} and {y.dtype}" if isinstance(y, torch.Tensor) else type(y).__name__
         raise ValueError(
-            f"attention_by_heads: attend returned {what}; it must be a tensor of shape {list(shape)} and {found[0].dtype}"
+            f"attention_by_heads: attend returned {kind}; it must be a tensor of shape {list(shape)} and {tensors[0].dtype}"
         )
     return y.contiguous()

@@ -1,9 +1,9 @@
-"""Operators for GEMMs of a layer's experts that overlap with its dispatch and combine, with gradients.
+"""Operators for expert GEMMs that overlap with a layer's dispatch and combine, with gradients.
 
-A layer with `tile_rows` (see `kernels.fused.ExpertMatmul`): tiles of rows are multiplied as they arrive, and rows return
-as they are ready. Each one's backward uses the other's phases: a dispatch of the sums' gradients overlaps with the GEMM
-with the transposed matrices; gradients of rows return by a combine after their GEMM. Rows without a token are zero in
-every result. `kernels.fused.choice` decides whether to run everything one after the other instead.
+They need a layer with `tile_rows` (see `kernels.fused.ExpertMatmul`): tiles of rows are multiplied as they arrive, and rows
+return as they are ready. In the backward, the dispatch of the sums' gradients overlaps with the GEMM with the transposed
+matrices, and gradients of rows return by a combine after their GEMM. Rows without a token are zero in every result.
+`kernels.fused.choice` chooses between overlapped and unfused calls.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from tilescale_net.kernels.fused.expert_gradient import FEW_ROWS, gradient_of_ex
 from tilescale_net.kernels.fused.expert_matmul import ExpertMatmul
 from tilescale_net.kernels.fused.gemm import DEFAULT
 from tilescale_net.kernels.moe.all_to_all import AllToAll
-from tilescale_net.kernels.moe.checks import beyond_capacity
-from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
+from tilescale_net.kernels.moe.handle import Dispatched, RoutingPlan
 from tilescale_net.kernels.moe.row_ops import weight_rows
 from tilescale_net.ops import arguments, moe
 from tilescale_net.runtime.launch_args import dense
@@ -28,31 +27,31 @@ _ops = torch.ops.tilescale_net
 
 
 def gemm_of(op: AllToAll, w: torch.Tensor) -> ExpertMatmul:
-    """The layer's GEMM with matrices like these. Collective on first use."""
+    """The layer's GEMM with matrices like `w`. Collective on first use."""
     key = (*w.shape[1:], w.dtype)
     if key not in op.products:
-        usual = DEFAULT if op.device.type == "cuda" else SIMULATED
-        rows: Any = op.config.tile_rows  # a number, by `check_matrices`
-        tiling = dataclasses.replace(usual, tile=(rows, *usual.tile[1:]))
+        default = DEFAULT if op.device.type == "cuda" else SIMULATED
+        rows: Any = op.config.tile_rows  # not None, see `check_matrices`
+        tiling = dataclasses.replace(default, tile=(rows, *default.tile[1:]))
         op.products[key] = ExpertMatmul(op, *w.shape[1:], dtype=w.dtype, tiling=tiling)
     return op.products[key]
 
 
 def arriving(
-    op: AllToAll, w: torch.Tensor, fused: bool, *given: torch.Tensor, **options: Any
+    op: AllToAll, w: torch.Tensor, fused: bool, *inputs: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, Dispatched]:
-    """A dispatch and the GEMMs of its rows, overlapped or one after the other."""
-    product = gemm_of(op, w)
+    """A dispatch and the GEMMs of its rows, overlapped if `fused`."""
+    gemm = gemm_of(op, w)
     if not fused:
-        received = op.dispatch(*given, **options)
-        return product(received.x, w, received.handle), received
-    pending = op.dispatch_send(*given, **options)
-    h = product.arriving(pending, w)
+        received = op.dispatch(*inputs, **options)
+        return gemm(received.x, w, received.handle), received
+    pending = op.dispatch_send(*inputs, **options)
+    h = gemm.arriving(pending, w)
     return h, op.dispatch_recv(pending)
 
 
 def is_fused(layer: AllToAll, inner: int, fused: bool | None) -> bool:
-    """Whether GEMMs of a layer whose experts have `inner` columns overlap: equal on all ranks, for any tokens."""
+    """Whether GEMMs of a layer whose experts have `inner` columns overlap; equal on all ranks, for any tokens."""
     if fused is not None:
         return fused
     c = layer.config
@@ -61,7 +60,7 @@ def is_fused(layer: AllToAll, inner: int, fused: bool | None) -> bool:
 
 
 def check_matrices(call: str, layer: AllToAll, name: str, w: torch.Tensor, first: int | None, last: int | None) -> str:
-    """The layer's key; TypeError or ValueError for matrices that do not match it."""
+    """The layer's key. Raises TypeError or ValueError for matrices that do not match the layer."""
     key, c = moe.layer_key(layer), layer.config
     if c.tile_rows is None:
         raise ValueError(
@@ -69,15 +68,15 @@ def check_matrices(call: str, layer: AllToAll, name: str, w: torch.Tensor, first
         )
     if w.dtype != c.dtype:
         raise TypeError(f"{call}: {name} has dtype {w.dtype}; it must be {c.dtype}, as the layer's rows are")
-    # One by one: torch.compile does not compare symbolic sizes in a tuple as numbers.
+    # One by one, because torch.compile does not compare symbolic sizes in a tuple as numbers.
     fits = w.dim() == 3 and w.shape[0] == c.local_experts
     fits = fits and (first is None or w.shape[1] == first) and (last is None or w.shape[2] == last)
     if not fits:
-        wanted = f"[{c.local_experts}, {first or 'k'}, {last or 'n'}]"
-        raise ValueError(f"{call}: {name} has shape {list(w.shape)}; it must be {wanted}")
-    for what, size in (("k", w.shape[1]), ("n", w.shape[2])):
+        expected = f"[{c.local_experts}, {first or 'k'}, {last or 'n'}]"
+        raise ValueError(f"{call}: {name} has shape {list(w.shape)}; it must be {expected}")
+    for extent, size in (("k", w.shape[1]), ("n", w.shape[2])):
         if size == 0 or size % 8:
-            raise ValueError(f"{call}: {what} is {size}; it must be a multiple of 8 for {c.dtype}, and not 0")
+            raise ValueError(f"{call}: {extent} is {size}; it must be a multiple of 8 for {c.dtype}, and not 0")
     return key
 
 
@@ -85,7 +84,7 @@ def check_matrices(call: str, layer: AllToAll, name: str, w: torch.Tensor, first
 def _dispatch_matmul(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w: torch.Tensor, fused: bool | None, key: str
 ) -> list[torch.Tensor]:
-    """Products, rows, weights of rows, then the other tensors of the plan."""
+    """Results of the GEMM, rows, weights of rows, then the other tensors of the plan."""
     op, w = moe.called("moe_dispatch_matmul", key), dense(w, in_either_order=True)
     inputs = dense(x), topk_idx.contiguous(), topk_weights.contiguous()
     h, received = arriving(op, w, is_fused(op, w.shape[2] // 2, fused), *inputs, cleared=True)
@@ -103,22 +102,17 @@ def _(x, topk_idx, topk_weights, w, fused, key):
 
 @arguments.custom_op("moe_matmul_combine")
 def _matmul_combine(
-    h: torch.Tensor,
-    w: torch.Tensor,
-    weights: torch.Tensor,
-    plan: list[torch.Tensor],
-    tokens: int,
-    fused: bool | None,
+    h: torch.Tensor, w: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], tokens: int, fused: bool | None,
     key: str,
-) -> torch.Tensor:
-    """Sums of products times `weights` (an empty tensor: all one) per token."""
+) -> torch.Tensor:  # fmt: skip
+    """Sums of the GEMM's results times `weights` (empty: all 1) per token."""
     op, w = moe.called("moe_matmul_combine", key), dense(w, in_either_order=True)
     handle = moe.handle_of(key, RoutingPlan(tokens, *plan))
     options = dict(weights=weights.contiguous()) if weights.numel() else dict(weighted=False)
-    product = gemm_of(op, w)
+    gemm = gemm_of(op, w)
     if is_fused(op, w.shape[1], fused):
-        return product.combined(dense(h), w, handle, **options)
-    return op.combine(product(dense(h), w, handle), handle=handle, **options)
+        return gemm.combined(dense(h), w, handle, **options)
+    return op.combine(gemm(dense(h), w, handle), handle=handle, **options)
 
 
 @arguments.register_fake("moe_matmul_combine")
@@ -131,17 +125,17 @@ def _combine_backward(
     grad: torch.Tensor, h: torch.Tensor, w: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], tokens: int,
     fused: bool | None, key: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of sums as rows, and of `h`, both times `weights`; gradients of `weights` (empty if they are)."""
+    """Gradients of the sums as rows, and of `h`, both times `weights`; gradients of `weights` (empty if `weights` is)."""
     op, w = moe.called("backward of moe_matmul_combine", key), dense(w.transpose(1, 2), in_either_order=True)
-    plan_ = RoutingPlan(tokens, *plan)
+    routing = RoutingPlan(tokens, *plan)
     overlaps = is_fused(op, w.shape[2], fused)
-    products, received = arriving(op, w, overlaps, dense(grad), handle=moe.handle_of(key, plan_))
+    back, received = arriving(op, w, overlaps, dense(grad), handle=moe.handle_of(key, routing))
     if not weights.numel():
-        rows = moe.without_padding(op, plan_, received.x)
-        return rows, moe.without_padding(op, plan_, products, copied=False), torch.empty_like(weights)
-    counts, offsets, _ = plan_.counts(op.config.ranks, op.config.local_experts)
-    dh, of_weights = weight_rows(products, weights.contiguous(), counts, offsets, dense(h))
-    return weight_rows(received.x, weights.contiguous(), counts, offsets)[0], dh, of_weights
+        rows = moe.without_padding(op, routing, received.x)
+        return rows, moe.without_padding(op, routing, back, copied=False), torch.empty_like(weights)
+    counts, offsets, _ = routing.counts(op.config.ranks, op.config.local_experts)
+    dh, grad_weights = weight_rows(back, weights.contiguous(), counts, offsets, dense(h))
+    return weight_rows(received.x, weights.contiguous(), counts, offsets)[0], dh, grad_weights
 
 
 @arguments.register_fake("moe_matmul_combine_backward")
@@ -153,8 +147,8 @@ def _(grad, h, w, weights, plan, tokens, fused, key):
 def _expert_matmul(x: torch.Tensor, w: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
     """Rows of each expert times its matrix."""
     op, w = moe.layer_of(key), dense(w, in_either_order=True)
-    plan_ = RoutingPlan(tokens, *plan)
-    return moe.without_padding(op, plan_, gemm_of(op, w)(dense(x), w, moe.handle_of(key, plan_)), copied=False)
+    routing = RoutingPlan(tokens, *plan)
+    return moe.without_padding(op, routing, gemm_of(op, w)(dense(x), w, moe.handle_of(key, routing)), copied=False)
 
 
 @arguments.register_fake("expert_matmul")
@@ -195,9 +189,9 @@ def _(left, right, plan, tokens, key):
 def gradient_of_matrices(
     key: str, plan: list[torch.Tensor], tokens: int, rows: torch.Tensor, grads: torch.Tensor, w: torch.Tensor
 ) -> torch.Tensor:
-    """Gradients of the experts' matrices `w` [experts, k, n]: rows of each, transposed, times gradients of its products.
+    """Gradients of the experts' matrices `w` [experts, k, n]: each expert's rows, transposed, times gradients of its results.
 
-    In the memory order of `w`, since torch copies a gradient whose strides are not its parameter's.
+    In the memory order of `w`, because torch copies a gradient whose strides differ from its parameter's.
 
     Args:
         rows, grads: [capacity, k] and [capacity, n], zero in padding.
@@ -212,17 +206,17 @@ def _dispatch_setup(ctx, inputs, output):
     ctx.tokens = x.shape[0]
     h, rows, weights, *others = output
     ctx.save_for_backward(w, rows, *others, weights)
-    ctx.of_h, ctx.of_weights = h.shape, weights.shape
+    ctx.h_shape, ctx.weights_shape = h.shape, weights.shape
 
 
 def _dispatch_gradient(ctx, grads):
     w, rows, *plan = ctx.saved_tensors
-    dh, of_rows, of_weights = grads[:3]
-    of_weights = rows.new_zeros(ctx.of_weights, dtype=torch.float32) if of_weights is None else of_weights
-    dh = rows.new_zeros(ctx.of_h) if dh is None else dh
+    dh, grad_rows, grad_weights = grads[:3]
+    grad_weights = rows.new_zeros(ctx.weights_shape, dtype=torch.float32) if grad_weights is None else grad_weights
+    dh = rows.new_zeros(ctx.h_shape) if dh is None else dh
     back = _ops.expert_matmul(dh, w.transpose(1, 2), plan, ctx.tokens, ctx.key)
-    back = back if of_rows is None else back + of_rows
-    x, topk_weights = _ops.moe_dispatch_backward(back, of_weights, plan, ctx.tokens, ctx.key)
+    back = back if grad_rows is None else back + grad_rows
+    x, topk_weights = _ops.moe_dispatch_backward(back, grad_weights, plan, ctx.tokens, ctx.key)
     dh = _ops.moe_zeroed(dh, plan, ctx.tokens, ctx.key)
     return x, None, topk_weights, gradient_of_matrices(ctx.key, plan, ctx.tokens, rows, dh, w), None, None
 
@@ -234,17 +228,10 @@ def _combine_setup(ctx, inputs, output):
 
 def _combine_gradient(ctx, grad):
     h, w, weights, *plan = ctx.saved_tensors
-    rows, dh, of_weights = _ops.moe_matmul_combine_backward(grad, h, w, weights, plan, ctx.tokens, ctx.fused, ctx.key)
+    rows, dh, grad_weights = _ops.moe_matmul_combine_backward(grad, h, w, weights, plan, ctx.tokens, ctx.fused, ctx.key)
     h = _ops.moe_zeroed(h, plan, ctx.tokens, ctx.key)
-    return (
-        dh,
-        gradient_of_matrices(ctx.key, plan, ctx.tokens, h, rows, w),
-        of_weights if weights.numel() else None,
-        [None] * len(plan),
-        None,
-        None,
-        None,
-    )
+    dw = gradient_of_matrices(ctx.key, plan, ctx.tokens, h, rows, w)
+    return dh, dw, grad_weights if weights.numel() else None, [None] * len(plan), None, None, None
 
 
 def _matmul_setup(ctx, inputs, output):
@@ -256,13 +243,8 @@ def _matmul_gradient(ctx, grad):
     x, w, *plan = ctx.saved_tensors
     back = _ops.expert_matmul(grad, w.transpose(1, 2), plan, ctx.tokens, ctx.key)
     x, grad = (_ops.moe_zeroed(t, plan, ctx.tokens, ctx.key) for t in (x, grad))
-    return (
-        back,
-        gradient_of_matrices(ctx.key, plan, ctx.tokens, x, grad, w),
-        [None] * len(plan),
-        None,
-        None,
-    )
+    dw = gradient_of_matrices(ctx.key, plan, ctx.tokens, x, grad, w)
+    return back, dw, [None] * len(plan), None, None
 
 
 for _name, _gradient, _setup in (
@@ -277,10 +259,10 @@ def moe_dispatch_matmul(
     layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w: torch.Tensor, *,
     fused: bool | None = None,
 ) -> tuple[torch.Tensor, Dispatched]:  # fmt: skip
-    """`moe_dispatch`, and beside it the GEMMs of the rows with their experts' matrices.
+    """`moe_dispatch`, overlapped with the GEMMs of the rows with their experts' matrices.
 
     Args:
-        layer: of `moe_layer` or an AllToAll, with `tile_rows`; bfloat16 or float16.
+        layer: a result of `moe_layer` or an AllToAll, with `tile_rows`; bfloat16 or float16.
         x, topk_idx, topk_weights: as for `moe_dispatch`.
         w: [local experts, hidden, n], its last two axes in either order in memory. The first call of a shape constructs
             an object, collectively. In a region of torch.autocast, `x` and `w` are cast as for torch.mm.
@@ -288,31 +270,25 @@ def moe_dispatch_matmul(
             layer, see `kernels.fused.choice`.
 
     Returns:
-        The products, [capacity, n], with gradients to `x` and `w`; and the result of `moe_dispatch`.
+        The results of the GEMMs, [capacity, n], with gradients of `x` and `w`; and the result of `moe_dispatch`.
 
     Raises:
         TypeError, ValueError: a wrong argument, by name; the other ranks wait for this one.
     """
-    c, dropped = moe.checked_layer(layer).config, None
+    c = moe.checked_layer(layer).config
     arguments.check("moe_dispatch_matmul", x=x, topk_idx=topk_idx, topk_weights=topk_weights, w=w)
     x, w, topk_weights = *arguments.operands(x, w), arguments.as_weights(topk_weights)
     key = check_matrices("moe_dispatch_matmul", layer, "w", w, c.hidden, None)
-    if c.expert_capacity is not None:
-        dropped = beyond_capacity(topk_idx, topk_weights.detach(), c.expert_capacity, c.drop)
-        topk_idx = topk_idx.masked_fill(dropped, -1)
-    h, rows, weights, *others = _ops.moe_dispatch_matmul(x, topk_idx, topk_weights, w, fused, key)
-    plan = RoutingPlan(x.shape[0], *[*others, weights])
-    counts, offsets, _ = plan.counts(c.ranks, c.local_experts)
-    handle = Handle(c.signature, plan, layer.membership, dropped)
-    refused = plan.rejected(c.ranks, c.local_experts)
-    return h, Dispatched(rows, None, counts, offsets, None, weights, None, handle, refused)
+    topk_idx, dropped = moe.within_capacity(c, topk_idx, topk_weights)
+    h, rows, *tensors = _ops.moe_dispatch_matmul(x, topk_idx, topk_weights, w, fused, key)
+    return h, moe.dispatched(layer, x.shape[0], rows, tensors, dropped)
 
 
 def moe_matmul_combine(
     layer: AllToAll, h: torch.Tensor, w: torch.Tensor, received: Dispatched, weighted: bool = True, *,
     fused: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`moe_combine` of the products of rows with their experts' matrices; a row leaves when its GEMMs have ended.
+    """`moe_combine` of the GEMMs of rows with their experts' matrices; each row is sent when its GEMMs are done.
 
     Args:
         layer, received, weighted: as for `moe_combine`; the layer has `tile_rows`.
@@ -321,7 +297,7 @@ def moe_matmul_combine(
         fused: as for `moe_dispatch_matmul`.
 
     Returns:
-        [tokens, hidden], with gradients to `h`, `w` and, if weighted, to `received.row_weight`.
+        [tokens, hidden], with gradients of `h`, `w` and, if weighted, `received.row_weight`.
 
     Errors as for `moe_dispatch_matmul`.
     """
@@ -336,7 +312,7 @@ def moe_matmul_combine(
 
 
 def expert_matmul(layer: AllToAll, x: torch.Tensor, w: torch.Tensor, received: Dispatched) -> torch.Tensor:
-    """The products of expert-major rows, all arrived, with their experts' matrices, such as a gate's.
+    """GEMMs of expert-major rows, all arrived, with their experts' matrices, such as a gate's.
 
     Args:
         layer, received: as for `moe_matmul_combine`.
@@ -344,7 +320,7 @@ def expert_matmul(layer: AllToAll, x: torch.Tensor, w: torch.Tensor, received: D
         w: [local experts, k, n], its last two axes in either order in memory.
 
     Returns:
-        [capacity, n], with gradients to `x` and `w`.
+        [capacity, n], with gradients of `x` and `w`.
 
     Errors as for `moe_dispatch_matmul`.
     """

@@ -1,11 +1,11 @@
-"""Operators for GEMMs with the collective before or after them, overlapped or one after the other.
+"""Operators for GEMMs with a collective before or after, fused or unfused.
 
 All ways have the results of torch.matmul and a collective of torch.distributed. Steps of a call:
 
-1. the public function calls the operator: past torch's dispatcher if possible (`_is_plain`), else after checks of
-   devices and gradients, which torch.compile must see;
-2. the operator checks shapes, dtypes and scales, and asks `_decided`, once for each kind of call (`_known`), for its way;
-3. `_decided` asks `kernels.fused.choice.choose`.
+1. the public function calls the operator: past torch's dispatcher if possible (`_is_plain`), else after checks of devices
+   and gradients, which torch.compile must trace;
+2. the operator checks shapes, dtypes and scales, and once per kind of call (`_known`) chooses its way with `_decided`;
+3. `_decided` calls `kernels.fused.choice.choose`.
 """
 
 from __future__ import annotations
@@ -52,12 +52,11 @@ def make(objects: GroupObjects, problem: GemmProblem, way: str, options: dict[st
 
 @dataclass(frozen=True)
 class Known:
-    """Data shared by all like calls.
+    """Data shared by all calls of one kind.
 
     Attributes:
-        noted: for `Track.note_operator`.
-        problem, way, options: see `make`. key: of its object; None if the GEMM and the collective run one after the
-            other.
+        noted: arguments of `Track.note_operator`.
+        problem, way, options: see `make`. key: key of its object; None for an unfused call.
     """
 
     noted: tuple[Any, ...]
@@ -106,9 +105,7 @@ def _known(
 def _checked(
     kind: str, x: torch.Tensor, w: torch.Tensor, x_scales, w_scales, fused: bool | None, group: str, gradient: bool
 ) -> tuple[GroupObjects, torch.Tensor, dict[str, torch.Tensor], Any]:
-    """The group's objects, `x` and scales as kernels take them, and the object of a call; None if the GEMM and the
-    collective run one after the other.
-    """
+    """The group's objects, `x` and scales as kernels take them, and the object of a call; None for an unfused call."""
     objects, x = group_objects.in_order(group), dense(x)
     scales = tuple((s.shape, s.dtype) if isinstance(s, torch.Tensor) else s for s in (x_scales, w_scales))
     call = kind, fused, gradient, x.shape, x.dtype, w.shape, w.dtype, w.stride(), scales
@@ -119,9 +116,9 @@ def _checked(
         known = objects.known_gemms[call] = _known(objects, kind, x, w, x_scales, w_scales, fused, gradient)
     else:
         objects.calls.note_operator(*known.noted)
-    of_rows_and_columns = {}
+    flat_scales = {}
     if x.dtype == SCALED:
-        of_rows_and_columns = dict(x_scales=x_scales.contiguous().view(-1), w_scales=w_scales.contiguous().view(-1))
+        flat_scales = dict(x_scales=x_scales.contiguous().view(-1), w_scales=w_scales.contiguous().view(-1))
     op = None
     if known.key is not None:
         try:
@@ -130,7 +127,7 @@ def _checked(
             if fused:
                 raise
             objects.known_gemms[call] = replace(known, key=None)
-    return objects, x, of_rows_and_columns, op
+    return objects, x, flat_scales, op
 
 
 def travelling(
@@ -141,9 +138,9 @@ def travelling(
     if not objects.needs_symmetric_source:
         return x, w, scales
     parts = [x, *([scales["x_scales"]] if scales else [])]
-    there = objects.symmetric(*((tuple(part.shape), part.dtype) for part in parts))
-    x, *of_rows = (target.copy_(part) for target, part in zip(there, parts))
-    return x, w, scales | ({"x_scales": of_rows[0]} if scales else {})
+    targets = objects.symmetric(*((tuple(part.shape), part.dtype) for part in parts))
+    x, *row_scales = (target.copy_(part) for target, part in zip(targets, parts))
+    return x, w, scales | ({"x_scales": row_scales[0]} if scales else {})
 
 
 def _result_dtype(x: torch.Tensor) -> torch.dtype:
@@ -151,21 +148,19 @@ def _result_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _check_together(kind: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """Raise as `arguments.check`, and RuntimeError for an 8-bit GEMM that would need gradients."""
+    """Raise as `arguments.check`, and RuntimeError for an FP8 GEMM that would need gradients."""
     arguments.check(kind, x=x, **{name: t for name, t in others.items() if t is not None or name == "w"})
     tensors = [x, *others.values()]
     needed = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
     if needed and x.dtype == SCALED:
         raise RuntimeError(
-            f"{kind}: products of {SCALED} are for inference and have no gradients, but an argument requires one; call it "
+            f"{kind}: GEMMs of {SCALED} are for inference and have no gradients, but an argument requires one; call it "
             "under torch.no_grad(), or detach the argument"
         )
 
 
 def _is_plain(x: torch.Tensor, w: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether nothing but this package has to learn of a call with these: `arguments.is_eager`, all on one device, and outside
-    of a region of torch.autocast.
-    """
+    """Whether torch need not see a call with these tensors: `arguments.is_eager`, on one device, and without torch.autocast."""
     return (
         arguments.is_eager(x)
         and arguments.is_eager(w)
@@ -189,19 +184,14 @@ def _gradient_of_matrix(x: torch.Tensor, grad: torch.Tensor, w: torch.Tensor) ->
     return torch.mm(grad.t(), x).t() if w.stride(0) < w.stride(1) else torch.mm(x.t(), grad)
 
 
-# -- all-gather, then product -----------------------------------------------------------------------------------------
+# -- all-gather, then GEMM --------------------------------------------------------------------------------------------
 
 
 @arguments.operator("all_gather_matmul")
 def _all_gather_matmul(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    fused: bool | None,
-    group: str,
-    x_scales: torch.Tensor | None = None,
-    w_scales: torch.Tensor | None = None,
-    gradient: bool = False,
-) -> torch.Tensor:
+    x: torch.Tensor, w: torch.Tensor, fused: bool | None, group: str, x_scales: torch.Tensor | None = None,
+    w_scales: torch.Tensor | None = None, gradient: bool = False,
+) -> torch.Tensor:  # fmt: skip
     options = x_scales, w_scales, fused, group, gradient
     objects, x, scales, op = _checked("all_gather_matmul", x, w, *options)
     if op is not None:
@@ -210,8 +200,8 @@ def _all_gather_matmul(
     if not scales:
         (rows,) = objects.gathered(x)
         return torch_gemm(rows.view(-1, x.shape[1]), w)
-    rows, of_rows = objects.gathered(x, scales["x_scales"])
-    return torch_gemm(rows.view(-1, x.shape[1]), w, of_rows, scales["w_scales"])
+    rows, row_scales = objects.gathered(x, scales["x_scales"])
+    return torch_gemm(rows.view(-1, x.shape[1]), w, row_scales, scales["w_scales"])
 
 
 @arguments.register_fake("all_gather_matmul")
@@ -231,14 +221,9 @@ _all_gather_matmul_differentiably = arguments.differentiable(_all_gather_matmul,
 
 @without_default_device
 def all_gather_matmul(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    group: tsn.Group = None,
-    *,
-    fused: bool | None = None,
-    x_scales: torch.Tensor | None = None,
-    w_scales: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, w: torch.Tensor, group: tsn.Group = None, *, fused: bool | None = None,
+    x_scales: torch.Tensor | None = None, w_scales: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The rows of all ranks of the group times this rank's `w`: `torch.mm(all_gather(x), w)`, the column-parallel layer.
 
     Args:
@@ -250,7 +235,7 @@ def all_gather_matmul(
             (`kernels/fused/measured.json`, and `tilescale_net.tuning` on this machine), and the symmetric heap has room for
             the shape's buffers.
         x_scales, w_scales: only for `x` and `w` of torch.float8_e4m3fn: float32 [rows] or [rows, 1], and [n] or [1, n],
-            factors of the product's rows and columns, as in torch._scaled_mm. `w` must then be the transpose of a contiguous
+            scales of the result's rows and columns, as in torch._scaled_mm. `w` must then be the transpose of a contiguous
             tensor, and k and n multiples of 16 for a fused call; the result is bfloat16, without gradients.
 
     Returns:
@@ -259,7 +244,7 @@ def all_gather_matmul(
 
     Raises:
         TypeError, ValueError: wrong arguments, by name; nothing was sent.
-        RuntimeError: an argument of a product of torch.float8_e4m3fn requires a gradient.
+        RuntimeError: an argument of a GEMM of torch.float8_e4m3fn requires a gradient.
         HeapError: the symmetric heap has no room for the request; the 32 most recent shapes keep the buffers of their
             fused calls (see `tilescale_net.ops`).
         RankMismatch: ranks pass different shapes or dtypes; raised at the first use of a shape.
@@ -281,23 +266,18 @@ def all_gather_matmul(
 
 @arguments.operator("matmul_reduce_scatter")
 def _matmul_reduce_scatter(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    fused: bool | None,
-    group: str,
-    x_scales: torch.Tensor | None = None,
-    w_scales: torch.Tensor | None = None,
-    gradient: bool = False,
-) -> torch.Tensor:
+    x: torch.Tensor, w: torch.Tensor, fused: bool | None, group: str, x_scales: torch.Tensor | None = None,
+    w_scales: torch.Tensor | None = None, gradient: bool = False,
+) -> torch.Tensor:  # fmt: skip
     options = x_scales, w_scales, fused, group, gradient
     objects, x, scales, op = _checked("matmul_reduce_scatter", x, w, *options)
     if op is not None:
         return op(x, dense(w, in_either_order=True), **scales)
-    there = objects.source((x.shape[0], w.shape[1]), _result_dtype(x), x.device)
-    if there is None:
+    target = objects.source((x.shape[0], w.shape[1]), _result_dtype(x), x.device)
+    if target is None:
         return _ops.reduce_scatter(torch_gemm(x, w, **scales), group_objects.name_of(group), gradient)
-    part = objects.empty((x.shape[0] // objects.world.size, w.shape[1]), there.dtype)
-    return objects.reduce_scatter(part, torch_gemm(x, w, **scales, out=there))
+    part = objects.empty((x.shape[0] // objects.world.size, w.shape[1]), target.dtype)
+    return objects.reduce_scatter(part, torch_gemm(x, w, **scales, out=target))
 
 
 @arguments.register_fake("matmul_reduce_scatter")
@@ -319,14 +299,9 @@ _matmul_reduce_scatter_differentiably = arguments.differentiable(
 
 @without_default_device
 def matmul_reduce_scatter(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    group: tsn.Group = None,
-    *,
-    fused: bool | None = None,
-    x_scales: torch.Tensor | None = None,
-    w_scales: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, w: torch.Tensor, group: tsn.Group = None, *, fused: bool | None = None,
+    x_scales: torch.Tensor | None = None, w_scales: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """This rank's rows of the sum of all ranks' `x @ w`: `reduce_scatter(torch.mm(x, w))`, the row-parallel layer.
 
     Args:
@@ -334,9 +309,8 @@ def matmul_reduce_scatter(
         w, group, fused, x_scales, w_scales: as in `all_gather_matmul`; `x_scales` for all rows of `x`.
 
     Returns:
-        [rows, n]; GEMM results are rounded to the dtype before they travel, and added up in float32 in a fixed order.
-        The gradient of `x` is `all_gather_matmul` of the result's; the gradient of `w` needs an all_gather of the
-        result's.
+        [rows, n]; GEMM results are rounded to the dtype before they are sent, and summed in float32 in a fixed order. The
+        gradient of `x` is `all_gather_matmul` of the result's gradient; the gradient of `w` needs an all_gather of it.
 
     Raises:
         TypeError, ValueError, HeapError, RankMismatch: as `all_gather_matmul`.
@@ -358,25 +332,19 @@ def matmul_reduce_scatter(
 
 @arguments.operator("matmul_all_reduce")
 def _matmul_all_reduce(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    replicated: bool,
-    fused: bool | None,
-    group: str,
-    x_scales: torch.Tensor | None = None,
-    w_scales: torch.Tensor | None = None,
-    gradient: bool = False,
-) -> torch.Tensor:
+    x: torch.Tensor, w: torch.Tensor, replicated: bool, fused: bool | None, group: str, x_scales: torch.Tensor | None = None,
+    w_scales: torch.Tensor | None = None, gradient: bool = False,
+) -> torch.Tensor:  # fmt: skip
     options = x_scales, w_scales, fused, group, gradient
     objects, x, scales, op = _checked("matmul_all_reduce", x, w, *options)
     if op is not None:
         return op(x, dense(w, in_either_order=True), **scales)
     shape, dtype = (x.shape[0], w.shape[1]), _result_dtype(x)
     if objects.all_reduce.is_faster_overwritten(math.prod(shape) * dtype.itemsize):
-        there = objects.source(shape, dtype, x.device)
-        if there is not None:
-            torch_gemm(x, w, **scales, out=there)
-            return objects.all_reduce(torch.empty_like(there), there, overwrite_x=True)
+        target = objects.source(shape, dtype, x.device)
+        if target is not None:
+            torch_gemm(x, w, **scales, out=target)
+            return objects.all_reduce(torch.empty_like(target), target, overwrite_x=True)
     return _ops.all_reduce(torch_gemm(x, w, **scales), replicated, group_objects.name_of(group), gradient)
 
 
@@ -398,15 +366,9 @@ _matmul_all_reduce_differentiably = arguments.differentiable(_matmul_all_reduce,
 
 @without_default_device
 def matmul_all_reduce(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    group: tsn.Group = None,
-    *,
-    replicated: bool = False,
-    fused: bool | None = None,
-    x_scales: torch.Tensor | None = None,
-    w_scales: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, w: torch.Tensor, group: tsn.Group = None, *, replicated: bool = False, fused: bool | None = None,
+    x_scales: torch.Tensor | None = None, w_scales: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The sum of all ranks' `x @ w`, on every rank: `all_reduce(torch.mm(x, w))`, the row-parallel layer.
 
     Args:
@@ -415,8 +377,8 @@ def matmul_all_reduce(
         replicated: as in `all_reduce`; True for tensor parallelism that computes the same loss on all ranks.
 
     Returns:
-        [rows, n], with equal bits on all ranks and from run to run; GEMM results are rounded to the dtype before they
-        travel, and added up in float32 in a fixed order.
+        [rows, n], bitwise equal on all ranks and in every run; GEMM results are rounded to the dtype before they are sent,
+        and summed in float32 in a fixed order.
 
     Raises:
         TypeError, ValueError, HeapError, RankMismatch: as `all_gather_matmul`.

@@ -1,6 +1,6 @@
-"""The host objects behind the operators: made on first use, one set per world.
+"""The host objects of the operators, created on first use, one set per world.
 
-Operators take a group as text, because a graph holds no objects; see `name_of`.
+Operators take a group as text, because a graph cannot hold objects; see `name_of`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,11 +26,12 @@ from tilescale_net.runtime.groups import StoreGroup
 from tilescale_net.runtime.launch_args import StreamOrder
 from tilescale_net.runtime.world import World
 
-TRACK = "tilescale_net.ops"  # of the calls of all operators of a world
+TRACK = "tilescale_net.ops"  # log of the calls of all operators of a world
 
+_Collective = TypeVar("_Collective", bound=Collective)
 _of_worlds: dict = {}
-MOST_VIEWS = 1024  # shapes whose views are kept
-KEPT = 32  # GEMMs of a group, of different shapes: each has its own symmetric memory
+MOST_VIEWS = 1024  # most cached shapes
+MOST_GEMMS = 32  # cached GEMMs of a group; each shape has its own symmetric memory
 
 
 def name_of(group: tsn.Group) -> str:
@@ -62,12 +63,11 @@ def world_of(name: str):
 def of(name: str) -> GroupObjects:
     """The objects of a group, by `name_of`."""
     world = world_of(name)
-    found = _of_worlds.get(world)
-    if found is None:
+    if world not in _of_worlds:
         for ended in [w for w in _of_worlds if w.closed]:
             del _of_worlds[ended]
-        found = _of_worlds[world] = GroupObjects(world)
-    return found
+        _of_worlds[world] = GroupObjects(world)
+    return _of_worlds[world]
 
 
 _quick: dict[Any, GroupObjects] = {}  # by group or its name, of the current worlds
@@ -75,37 +75,31 @@ _quick_of: object = None
 
 
 def in_order(group: tsn.Group) -> GroupObjects:
-    """As `of`, by a group or its name; later work on the current stream comes after the calls so far, which use the
-    same memory.
-    """
+    """As `of`, by a group or its name; orders later work on the current stream after earlier calls, which use the same
+    memory."""
     global _quick_of
     if worlds.launch_generation is not _quick_of:
         _quick.clear()
         _quick_of = worlds.launch_generation
     try:
-        found = _quick.get(group)
-    except TypeError:  # not hashable, and no group
-        found = None
-    if found is None:
-        found = of(name_of(group))
-        _quick[group] = found
-    found.order.follow()
-    return found
+        objects = _quick.get(group)
+    except TypeError:  # not hashable, so not a group
+        objects = None
+    if objects is None:
+        objects = _quick[group] = of(name_of(group))
+    objects.order.follow()
+    return objects
 
 
 class SideStream:
-    """A stream beside the caller's, of higher priority; none on a CPU, where launches block.
-
-    Args:
-        device: of the stream.
-    """
+    """A stream of higher priority beside the caller's; none on a CPU, where launches block."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     @contextlib.contextmanager
     def following(self, *used: torch.Tensor) -> Iterator[None]:
-        """Run launches inside on it, behind the current stream's work; they use these tensors."""
+        """Run launches on this stream, after the current stream's work; they use these tensors."""
         if self._stream is None:
             yield
             return
@@ -116,141 +110,121 @@ class SideStream:
             yield
 
     def mark(self) -> torch.cuda.Event | None:
-        """An event behind its current work."""
+        """Record an event."""
         return None if self._stream is None else self._stream.record_event()
 
-    def join(self, mark: torch.cuda.Event | None, *made: torch.Tensor) -> None:
-        """Make the current stream wait for the event, and use tensors that were made there."""
+    def join(self, mark: torch.cuda.Event | None, *results: torch.Tensor) -> None:
+        """Let the current stream wait for the event, and use tensors that were allocated on this stream."""
         if self._stream is None or mark is None:
             return
         current = torch.cuda.current_stream(self._stream.device)
         current.wait_event(mark)
-        for tensor in made:
+        for tensor in results:
             tensor.record_stream(current)
 
 
 class GroupObjects:
-    """The collectives of a world, and the memory that functional calls pass through.
+    """The collectives of a world, and their memory for functional calls.
 
-    Making one, and asking for more memory than before, is collective.
+    Creating one, and requesting more memory than before, is collective.
 
     Attributes:
-        world: theirs.
-        geometry: threads and blocks of kernels that communicate.
-        needs_symmetric_source: whether inputs must lie in symmetric memory, because some PEs are on other nodes.
-        calls: the log of every operator, by which differing ranks learn of it.
-        order: of calls on different streams, which use the same memory.
+        world: the world.
+        geometry: threads and blocks of communicating kernels.
+        needs_symmetric_source: whether inputs must be in symmetric memory, because some PEs are on other nodes.
+        calls: the log of every operator, which shows ranks that make different calls.
+        order: order of calls on different streams, which use the same memory.
         without_room: keys of memory that the symmetric heap had no room for.
-        known_gemms: data shared by like calls of fused GEMMs, see fused.py.
+        known_gemms: data shared by calls of one kind of fused GEMMs, see fused.py.
     """
 
     def __init__(self, world):
         self.world = world
         self.needs_symmetric_source = 0 in world.peer_base
-        # The simulator runs threads in turn, so it gets few; elsewhere the defaults.
+        # Few threads for the simulator, which runs them in turn; default on GPUs.
         self.geometry = {} if world.device.type == "cuda" else {"threads": 64, "blocks": 4}
         self._on_gpu = world.device.type == "cuda"
         self.calls = world.calls.only_track(TRACK)
         self.order = StreamOrder(world.device)
         self._memory: torch.Tensor | None = None
-        self._memory_in_graph = False  # some CUDA graph of this rank has its addresses
-        self._views: dict[tuple, list[torch.Tensor]] = {}  # of the current memory
+        self._memory_in_graph = False  # whether a CUDA graph of this rank has its addresses
+        self._views: dict[tuple, list[torch.Tensor]] = {}  # views of the current memory
         self._samples: dict[tuple, torch.Tensor] = {}
-        self._of_graphs: list[torch.Tensor] = []  # earlier memory that graphs have the addresses of
-        self._made: dict[Hashable, Collective] = {}
-        self._products: dict[Hashable, DistributedMatmul] = {}  # the one used last is the last
+        self._of_graphs: list[torch.Tensor] = []  # earlier memory whose addresses are in CUDA graphs
+        self._cached: dict[Hashable, Collective] = {}
+        self._products: dict[Hashable, DistributedMatmul] = {}  # in the order of their last use
         self._captured: set[Hashable] = set()
         self.without_room: set[Hashable] = set()
         self.known_gemms: dict[Hashable, Any] = {}
 
-    @functools.cached_property
-    def side_stream(self) -> SideStream:
-        return SideStream(self.world.device)
+    def _new(self, kind: type[_Collective], **options: Any) -> _Collective:
+        return kind(group=self.world, **options, **self.geometry).tracked_by(self.calls)
 
-    @functools.cached_property
-    def all_gather(self) -> AllGather:
-        return AllGather(group=self.world, **self.geometry).tracked_by(self.calls)
-
-    @functools.cached_property
-    def reduce_scatter(self) -> ReduceScatter:
-        return ReduceScatter(group=self.world, **self.geometry).tracked_by(self.calls)
-
-    @functools.cached_property
-    def all_reduce(self) -> AllReduce:
-        return AllReduce(group=self.world, **self.geometry).tracked_by(self.calls)
-
-    @functools.cached_property
-    def all_reduce_fp8(self) -> AllReduce:
-        return AllReduce(group=self.world, algorithm="fp8", **self.geometry).tracked_by(self.calls)
-
-    @functools.cached_property
-    def all_to_all(self) -> AllToAll:
-        return AllToAll(group=self.world, **self.geometry).tracked_by(self.calls)
-
-    @functools.cached_property
-    def send_recv(self) -> SendRecv:
-        return SendRecv(group=self.world, **self.geometry)
+    side_stream = functools.cached_property(lambda self: SideStream(self.world.device))
+    all_gather = functools.cached_property(lambda self: self._new(AllGather))
+    reduce_scatter = functools.cached_property(lambda self: self._new(ReduceScatter))
+    all_reduce = functools.cached_property(lambda self: self._new(AllReduce))
+    all_reduce_fp8 = functools.cached_property(lambda self: self._new(AllReduce, algorithm="fp8"))
+    all_to_all = functools.cached_property(lambda self: self._new(AllToAll))
+    send_recv = functools.cached_property(lambda self: SendRecv(group=self.world, **self.geometry))
 
     def check(self) -> None:
-        """Raise errors that the collectives so far have found."""
+        """Raise errors that the collectives have found so far."""
         for collective in list(vars(self).values()):
             if isinstance(collective, Collective):
                 collective.check()
 
-    def made(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The object of a key that is still alive; made by `make()` if none is."""
-        found = self._made.get(key)
-        if found is None or not found.alive:
-            self._made = {key: kept for key, kept in self._made.items() if kept.alive}
+    def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """The object of a key, created by `make()` unless one is alive."""
+        op = self._cached.get(key)
+        if op is None or not op.alive:
+            self._cached = {other: op for other, op in self._cached.items() if op.alive}
             with self._settling():
-                found = self._made[key] = make()
-        return found
+                op = self._cached[key] = make()
+        return op
 
     def product(self, key: Hashable, make: Callable[[], DistributedMatmul]) -> Any:
-        """As `made`, for objects of which only the KEPT most recent ones stay; older ones are freed when another is
-        made.
-
-        One that was called while a CUDA graph was captured, on any rank, stays, since the graph has its addresses.
+        """As `cached`, for the MOST_GEMMS most recent GEMMs; older ones are freed when another one is created, unless they
+        were called while a CUDA graph was captured, on any rank: the graph has their addresses.
 
         Raises:
-            TileScaleError: the object would have to be made while a CUDA graph is captured.
+            TileScaleError: the object would have to be created while a CUDA graph is captured.
         """
         capturing = self._is_capturing()
-        found = self._products.get(key)
-        if found is None or not found.alive:
+        op = self._products.get(key)
+        if op is None or not op.alive:
             if capturing:
                 raise tsn.TileScaleError(
-                    f"rank {self.world.rank}: this GEMM's shape is not among the {KEPT} most recent ones (or is new), "
+                    f"rank {self.world.rank}: this GEMM's shape is not among the {MOST_GEMMS} most recent ones (or is new), "
                     "and its buffers cannot be allocated while a CUDA graph is captured; call it once just before"
                 )
             with self._settling():
                 self._free_oldest()
-                found = make()
+                op = make()
         else:
             del self._products[key]
-        self._products[key] = found
+        self._products[key] = op
         if capturing:
             self._captured.add(key)
-        return found
+        return op
 
     def _is_capturing(self) -> bool:
         return self._on_gpu and torch._C._cuda_isCurrentStreamCapturing()
 
     def _free_oldest(self) -> None:
-        """Make room for another GEMM; all ranks together, which make the same calls but may differ in graph
-        captures."""
+        """Make room for another GEMM. Collective; ranks make the same calls but may differ in graph captures."""
         self._products = {key: product for key, product in self._products.items() if product.alive}
-        if len(self._products) < KEPT:
+        if len(self._products) < MOST_GEMMS:
             return
         mine = "".join("01"[key in self._captured] for key in self._products)
         reports = self.world.control.gather("tilescale_net.ops: products in CUDA graphs", mine)
-        free = [key for i, key in enumerate(self._products) if all(said[i : i + 1] == "0" for said in reports)]
-        for key in free[: len(self._products) - KEPT + 1]:
+        free = [key for i, key in enumerate(self._products) if all(report[i : i + 1] == "0" for report in reports)]
+        for key in free[: len(self._products) - MOST_GEMMS + 1]:
             self._products.pop(key).free()
 
     @contextlib.contextmanager
     def _settling(self) -> Iterator[None]:
-        """A RankMismatch inside already reports the differing ranks: their calls are not compared again."""
+        """Do not compare the calls of ranks again after a RankMismatch, which reports the differing ranks."""
         try:
             yield
         except tsn.RankMismatch:
@@ -258,14 +232,14 @@ class GroupObjects:
             raise
 
     def symmetric(self, *parts: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
-        """Symmetric tensors of these shapes and dtypes, equal on all ranks; the next call hands out the same memory.
+        """Symmetric tensors of these shapes and dtypes, equal on all ranks; the next call returns the same memory.
 
-        Memory that was handed out while a CUDA graph was captured, on any rank, stays when a larger one takes its place.
+        Memory returned while a CUDA graph was captured, on any rank, is not freed when larger memory replaces it.
 
         Raises:
             TileScaleError: the memory would have to grow while a CUDA graph is captured.
             HeapError: the heap has no room.
-            RankMismatch: ranks ask for different sizes, of which some are new.
+            RankMismatch: ranks request different sizes, of which some are new.
         """
         views = self._views.get(parts)
         if views is not None:
@@ -287,18 +261,18 @@ class GroupObjects:
                 self._grow(end)
         assert self._memory is not None
         self._memory_in_graph |= capturing
-        found = []
+        views = []
         with torch.inference_mode(False):
             for start, (shape, dtype) in zip(starts, parts):
                 nbytes = math.prod(shape) * dtype.itemsize
-                found.append(self._memory[start : start + nbytes].view(dtype).view(shape))
+                views.append(self._memory[start : start + nbytes].view(dtype).view(shape))
         if len(self._views) >= MOST_VIEWS:
             self._views.clear()
-        self._views[parts] = found
-        return found
+        self._views[parts] = views
+        return views
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A new tensor of this rank's own; `torch.empty_like` takes a third of the time of `new_empty`."""
+        """A new local tensor; `torch.empty_like` takes a third of the time of `new_empty`."""
         sample = self._samples.get((shape, dtype))
         if sample is None:
             with torch.inference_mode(False):
@@ -309,23 +283,22 @@ class GroupObjects:
         return torch.empty_like(sample)
 
     def source(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-        """Symmetric memory for a collective's input, handed out as by `symmetric`: if all ranks' inputs are at the same
-        offset, their owners pull them or they are summed in place. None if symmetric memory is optional and the heap
-        has no room, on all ranks alike (HeapError if it is required); and for tensors on other devices, which the
-        collective rejects.
+        """Symmetric memory for a collective's input, as `symmetric` returns it: inputs at the same offset on all ranks are
+        pulled or summed in place. None if symmetric memory is optional and the heap has no room, on all ranks alike
+        (HeapError if it is required); and for tensors on other devices, which the collective rejects.
         """
         if device != self.world.device:
             return None
         if self.without_room and ("source", math.prod(shape) * dtype.itemsize) in self.without_room:
             return None
         try:
-            (found,) = self.symmetric((shape, dtype))
+            (memory,) = self.symmetric((shape, dtype))
         except tsn.HeapError:
             if self.needs_symmetric_source:
                 raise
             self.without_room.add(("source", math.prod(shape) * dtype.itemsize))
             return None
-        return found
+        return memory
 
     def gathered(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """[ranks, *shape] of each contiguous tensor, from all ranks; in symmetric memory, until the next operator."""
@@ -339,7 +312,7 @@ class GroupObjects:
         return outs
 
     def _grow(self, nbytes: int) -> None:
-        """Make the memory larger: by powers of two, so that sizes that grow slowly are agreed on rarely."""
+        """Grow the memory by powers of two, so slowly growing sizes need few agreements."""
         self._views.clear()
         if self._memory is not None:
             memory, self._memory = self._memory, None

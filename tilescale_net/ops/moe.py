@@ -16,7 +16,7 @@ import torch
 import tilescale_net as tsn
 from tilescale_net.kernels.moe.all_to_all import OBJECTS, AllToAll
 from tilescale_net.kernels.moe.checks import beyond_capacity
-from tilescale_net.kernels.moe.config import FP8_DTYPE, Tuning
+from tilescale_net.kernels.moe.config import FP8_DTYPE, Config, Tuning
 from tilescale_net.kernels.moe.handle import Dispatched, Handle, RoutingPlan
 from tilescale_net.kernels.moe.layout import PlanOffsets, record_words
 from tilescale_net.kernels.moe.row_ops import weight_rows, zero_padding
@@ -48,12 +48,12 @@ def checked_layer(layer: object) -> AllToAll:
 
 
 def plan_of(call: str, layer: AllToAll, received: object) -> RoutingPlan:
-    """The plan of a dispatch's result, else TypeError, ValueError."""
+    """The plan of a dispatch's result. Raises TypeError or ValueError."""
     if not isinstance(received, Dispatched):
         raise TypeError(f"{call}: received must be the result of the dispatch, not {type(received).__name__}")
-    given, own = received.handle.signature, layer.config.signature
-    if given != own:
-        raise ValueError(f"{call}: received is of a layer of another configuration, {given}; this one is {own}")
+    other, own = received.handle.signature, layer.config.signature
+    if other != own:
+        raise ValueError(f"{call}: received is of a layer of another configuration, {other}; this one is {own}")
     plan: RoutingPlan = received.handle.plan
     return plan
 
@@ -75,7 +75,7 @@ def layer_of(key: str):
 
 
 def called(operator: str, key: str):
-    """The AllToAll of a key, for a communicating operator; logs the call, so that ranks can compare theirs."""
+    """The AllToAll of a key, for a communicating operator; logs the call, so ranks can compare their calls."""
     op = layer_of(key)
     calls = op.world.calls.only_track(group_objects.TRACK)
     calls.note(
@@ -85,13 +85,13 @@ def called(operator: str, key: str):
 
 
 def handle_of(key: str, plan: RoutingPlan) -> Handle:
-    """The handle of a dispatch made when `key` was."""
+    """The handle of a dispatch at the time of `key`."""
     _, era, mask = key.rsplit(" ", 2)
     return Handle(layer_of(key).config.signature, plan, (int(era), tuple(m == "1" for m in mask)))
 
 
 def without_padding(op: AllToAll, plan: RoutingPlan, rows: torch.Tensor, *, copied: bool = True) -> torch.Tensor:
-    """Rows of a dispatch with zeros in padding, see `zero_padding`. A dispatch's own memory holds them until the next one."""
+    """Rows of a dispatch with zeros in padding, see `zero_padding`. The memory of a dispatch is valid until the next one."""
     c = op.config
     counts, offsets, received = plan.counts(c.ranks, c.local_experts)
     if c.layout == "rank":
@@ -103,7 +103,7 @@ def without_padding(op: AllToAll, plan: RoutingPlan, rows: torch.Tensor, *, copi
 def _dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, key: str) -> list[torch.Tensor]:
     """Rows, their weights, then the other tensors of the plan."""
     op = called("moe_dispatch", key)
-    # Padding is zero, not undefined, so that results can be compared.
+    # Padding is zero, so results can be compared.
     received = op.dispatch(dense(x), topk_idx.contiguous(), topk_weights.contiguous(), cleared=True)
     *others, weights = received.handle.plan.tensors()
     return [without_padding(op, received.handle.plan, received.x), weights, *others]
@@ -126,7 +126,7 @@ def dispatch_fake(x, topk_idx, topk_weights, key):
 
 @arguments.operator("moe_combine")
 def _combine(y: torch.Tensor, weights: torch.Tensor, plan: list[torch.Tensor], tokens: int, key: str) -> torch.Tensor:
-    """Sums of rows times `weights` (an empty tensor: all one) per token."""
+    """Sums of rows times `weights` (empty: all 1) per token."""
     op = called("moe_combine", key)
     handle = handle_of(key, RoutingPlan(tokens, *plan))
     weighted = weights.numel() > 0
@@ -217,34 +217,48 @@ def moe_layer(
     )  # fmt: skip
     key = ("moe", *sizes, *options.values())
     objects = group_objects.of(group_objects.name_of(group))
-    op = objects.made(key, lambda: AllToAll(*sizes, **options, group=objects.world))
+    op = objects.cached(key, lambda: AllToAll(*sizes, **options, group=objects.world))
     op.factory = moe_layer  # a loaded module also has one for all layers
     return op
+
+
+def within_capacity(
+    config: Config, topk_idx: torch.Tensor, topk_weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Choices without those beyond the layer's `expert_capacity`, and the mask of dropped choices, None without capacity."""
+    if config.expert_capacity is None:
+        return topk_idx, None
+    dropped = beyond_capacity(topk_idx, topk_weights.detach(), config.expert_capacity, config.drop)
+    return topk_idx.masked_fill(dropped, -1), dropped
+
+
+def dispatched(
+    layer: AllToAll, tokens: int, rows: torch.Tensor, tensors: list[torch.Tensor], dropped: torch.Tensor | None
+) -> Dispatched:
+    """The result of a dispatch. `tensors`: weights of rows, then the other tensors of the plan."""
+    c, (weights, *others) = layer.config, tensors
+    plan = RoutingPlan(tokens, *[*others, weights])
+    counts, offsets, num_rows = plan.counts(c.ranks, c.local_experts)
+    by_rank, rejected = c.layout == "rank", plan.rejected(c.ranks, c.local_experts)
+    handle, index = Handle(c.signature, plan, layer.membership, dropped), plan.row_index if by_rank else None
+    return Dispatched(rows, None, counts, offsets, index, weights, num_rows if by_rank else None, handle, rejected)
 
 
 def moe_dispatch(layer: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched:
     """As `AllToAll.dispatch`; `x` and `row_weight` of the result carry gradients to `x` and `topk_weights`.
 
     Args:
-        layer: of `moe_layer`, or an AllToAll of throughput mode.
+        layer: a result of `moe_layer`, or an AllToAll of throughput mode.
 
     Returns:
         Dispatched. Its tensors are new; rows without a token are zero.
     """
-    key, c, dropped = layer_key(layer), layer.config, None
+    key = layer_key(layer)
     arguments.check("moe_dispatch", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     topk_weights = arguments.as_weights(topk_weights)
-    if c.expert_capacity is not None:
-        dropped = beyond_capacity(topk_idx, topk_weights.detach(), c.expert_capacity, c.drop)
-        topk_idx = topk_idx.masked_fill(dropped, -1)
-    rows, weights, *others = torch.ops.tilescale_net.moe_dispatch(x, topk_idx, topk_weights, key)
-    plan = RoutingPlan(x.shape[0], *[*others, weights])
-    counts, offsets, num_rows = plan.counts(c.ranks, c.local_experts)
-    by_rank = c.layout == "rank"
-    handle = Handle(c.signature, plan, layer.membership, dropped)
-    index = plan.row_index if by_rank else None
-    refused = plan.rejected(c.ranks, c.local_experts)
-    return Dispatched(rows, None, counts, offsets, index, weights, num_rows if by_rank else None, handle, refused)
+    topk_idx, dropped = within_capacity(layer.config, topk_idx, topk_weights)
+    rows, *tensors = torch.ops.tilescale_net.moe_dispatch(x, topk_idx, topk_weights, key)
+    return dispatched(layer, x.shape[0], rows, tensors, dropped)
 
 
 def moe_combine(layer: AllToAll, y: torch.Tensor, received: Dispatched, weighted: bool = True) -> torch.Tensor:

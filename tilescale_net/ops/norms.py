@@ -1,4 +1,4 @@
-"""All-reduce with bias, residual, RMSNorm and FP8 output as operators, made of `kernels.all_reduce_norm.AllReduceNorm`."""
+"""Operators for all-reduce with bias, residual, RMSNorm and FP8 output, by `kernels.all_reduce_norm.AllReduceNorm`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class QuantizedNorm(NamedTuple):
         quantized: the normalised rows divided by their scales, float8_e4m3fn [..., hidden].
         scales: float32 factors of `quantized`: [rows, 1], [rows, hidden / 128], or the `scale` argument.
         total: the rounded sum plus bias and residual, [..., hidden]: the residual of the next layer.
-        normed: the normalised rows themselves, [..., hidden]; None without `keep_normed`.
+        normed: the normalised rows, [..., hidden]; None without `keep_normed`.
     """
 
     quantized: torch.Tensor
@@ -49,17 +49,17 @@ class QuantizedNorm(NamedTuple):
 
 def norm_of(objects: group_objects.GroupObjects, hidden: int) -> AllReduceNorm:
     """The object behind the operators for rows of `hidden` elements."""
-    norm: AllReduceNorm = objects.made(
+    norm: AllReduceNorm = objects.cached(
         ("all_reduce_norm", hidden),
         lambda: AllReduceNorm(hidden, group=objects.world, **objects.geometry).tracked_by(objects.calls),
     )
     return norm
 
 
-def _called(objects: group_objects.GroupObjects, x: torch.Tensor, what: str = "all_reduce_norm") -> AllReduceNorm:
+def _called(objects: group_objects.GroupObjects, x: torch.Tensor, name: str = "all_reduce_norm") -> AllReduceNorm:
     if not x.dim():
-        raise ValueError(f"{what}: x is a scalar; it must be [..., hidden]")
-    objects.calls.note_operator(False, what + " of x of shape {} and {}", x.shape, x.dtype)
+        raise ValueError(f"{name}: x is a scalar; it must be [..., hidden]")
+    objects.calls.note_operator(False, name + " of x of shape {} and {}", x.shape, x.dtype)
     return norm_of(objects, x.shape[-1])
 
 
@@ -77,7 +77,7 @@ def _input(x: torch.Tensor, experts: _Parts) -> torch.Tensor | ExpertRows:
 
 
 def _shape(x: torch.Tensor, index: torch.Tensor | None) -> tuple[int, ...]:
-    """Of the result."""
+    """Shape of the result."""
     return tuple(x.shape) if index is None else (*index.shape[:-1], x.shape[-1])
 
 
@@ -86,21 +86,12 @@ def _shape(x: torch.Tensor, index: torch.Tensor | None) -> tuple[int, ...]:
 
 @arguments.operator("all_reduce_norm")
 def _all_reduce_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    residual: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    replicated: bool,
-    group: str,
-    weight_bias: float = 0.0,
-    index: torch.Tensor | None = None,
-    expert_weights: torch.Tensor | None = None,
-    shared: torch.Tensor | None = None,
-    any_rows: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None, eps: float, replicated: bool,
+    group: str, weight_bias: float = 0.0, index: torch.Tensor | None = None, expert_weights: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None, any_rows: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     experts, objects = (index, expert_weights, shared), group_objects.in_order(group)
-    if any_rows:  # a server's passes over graphs, captured with other numbers of rows
+    if any_rows:  # a server's graphs are captured with other numbers of rows
         norm_of(objects, x.shape[-1]).warm_up(x.dtype)
     return _normalised(objects, x, weight, residual, bias, experts, eps, weight_bias)
 
@@ -130,27 +121,27 @@ def _setup(ctx, inputs, output):
 
 
 def _gradient(ctx, grad, grad_total):
-    """Of y = t * r * w with r = 1 / sqrt(mean(t * t) + eps): t gets r * w * g - t * r**3 * mean(t * w * g)."""
+    """For y = t * r * w with r = 1 / sqrt(mean(t * t) + eps), dt = r * w * g - t * r**3 * mean(t * w * g)."""
     weight, total = ctx.saved_tensors
     t, g = total.float(), grad.float()
     r = torch.rsqrt(t.square().mean(-1, keepdim=True) + ctx.eps)
     scaled = g * (weight.float() + ctx.weight_bias)
-    of_total = r * scaled - t * r.pow(3) * (t * scaled).mean(-1, keepdim=True)
+    grad_sum = r * scaled - t * r.pow(3) * (t * scaled).mean(-1, keepdim=True)
     if grad_total is not None:
-        of_total = of_total + grad_total.float()
+        grad_sum = grad_sum + grad_total.float()
     rows = range(t.dim() - 1)
-    of_weight = (g * t * r).sum(tuple(rows)) if t.dim() > 1 else g * t * r
-    of_bias = (of_total.sum(tuple(rows)) if t.dim() > 1 else of_total).to(total.dtype) if ctx.with_bias else None
-    of_total = of_total.to(total.dtype)
-    of_x = of_total if ctx.replicated else _ops.all_reduce(of_total, False, ctx.group, True)
-    return of_x, of_weight.to(weight.dtype), of_total if ctx.with_residual else None, of_bias, *[None] * 8
+    grad_weight = (g * t * r).sum(tuple(rows)) if t.dim() > 1 else g * t * r
+    grad_bias = (grad_sum.sum(tuple(rows)) if t.dim() > 1 else grad_sum).to(total.dtype) if ctx.with_bias else None
+    grad_sum = grad_sum.to(total.dtype)
+    grad_x = grad_sum if ctx.replicated else _ops.all_reduce(grad_sum, False, ctx.group, True)
+    return grad_x, grad_weight.to(weight.dtype), grad_sum if ctx.with_residual else None, grad_bias, *[None] * 8
 
 
 torch.library.register_autograd("tilescale_net::all_reduce_norm", _gradient, setup_context=_setup)
 
 
 def _sum_of_experts(experts: ExpertRows) -> torch.Tensor:
-    """The same in torch, for its gradients."""
+    """The sum of experts' rows in torch, for its gradients."""
     index, hidden = experts.row_index, experts.rows.shape[-1]
     total = torch.zeros((*index.shape[:-1], hidden), dtype=torch.float32, device=experts.rows.device)
     for k in range(index.shape[-1]):
@@ -165,7 +156,7 @@ def _sum_of_experts(experts: ExpertRows) -> torch.Tensor:
 def _taken_apart(
     call: str, x: torch.Tensor | ExpertRows, **others: torch.Tensor | None
 ) -> tuple[torch.Tensor, _Parts, dict[str, torch.Tensor]]:
-    """`x`, the other tensors of `ExpertRows`, and all tensors by name."""
+    """Return `x`, the other tensors of `ExpertRows`, and all tensors by name."""
     experts = _NO_EXPERTS
     if isinstance(x, ExpertRows):
         weights = x.weights
@@ -177,34 +168,28 @@ def _taken_apart(
             raise TypeError(f"{call}: ExpertRows needs row_index and weights")
     else:
         rows, named = x, {"x": x, **others}
-    # Missing required ones stay, for `arguments.check` to name.
+    # Missing required arguments remain, and `arguments.check` names them.
     tensors: dict = {name: t for name, t in named.items() if t is not None or name in ("x", "rows", "weight")}
     return rows, experts, tensors
 
 
 @without_default_device
 def all_reduce_norm(
-    x: torch.Tensor | ExpertRows,
-    weight: torch.Tensor,
-    *,
-    residual: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    weight_bias: float = 0.0,
-    group: tsn.Group = None,
-    replicated: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor | ExpertRows, weight: torch.Tensor, *, residual: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    eps: float = 1e-6, weight_bias: float = 0.0, group: tsn.Group = None, replicated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The RMSNorm of the sum of `x` over all ranks of the group, plus bias and residual: the end of a tensor-parallel layer.
 
     Args:
         x: [..., hidden], float32, float16 or bfloat16, of one shape on all ranks; a row is a multiple of 16 bytes, at most
             64 KiB. Or `kernels.all_reduce_norm.ExpertRows`: the weighted sum of a token's experts, the end of an MoE layer.
-        weight: of the norm, [hidden]. residual: [..., hidden]. bias: [hidden]. All of x's dtype, and the same on all ranks.
+        weight: weight of the norm, [hidden]. residual: [..., hidden]. bias: [hidden]. All of x's dtype, and equal on all
+            ranks.
         eps: added to the mean of the squares.
         weight_bias: added to `weight`; 1 for Gemma.
         group: see `tilescale_net.ops`.
-        replicated: as in `all_reduce`: all ranks compute the same from the results. Without it the gradient of `x` is summed over
-            the ranks; gradients of the other arguments are this rank's own.
+        replicated: as in `all_reduce`: all ranks compute the same from the results. Otherwise the gradient of `x` is summed
+            over the ranks; gradients of the other arguments are always this rank's.
 
     Returns:
         (normalised, total), each [..., hidden]: `total` is the rounded sum plus bias and residual, rounded: the residual of the
@@ -237,22 +222,10 @@ def all_reduce_norm(
 
 @arguments.operator("all_reduce_norm_quantized")
 def _all_reduce_norm_quantized(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    residual: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    index: torch.Tensor | None,
-    expert_weights: torch.Tensor | None,
-    shared: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    by: str,
-    layout: str,
-    keep_normed: bool,
-    eps: float,
-    weight_bias: float,
-    group: str,
-    any_rows: bool = False,
-) -> list[torch.Tensor]:
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None, index: torch.Tensor | None,
+    expert_weights: torch.Tensor | None, shared: torch.Tensor | None, scale: torch.Tensor | None, by: str, layout: str,
+    keep_normed: bool, eps: float, weight_bias: float, group: str, any_rows: bool = False,
+) -> list[torch.Tensor]:  # fmt: skip
     experts = index, expert_weights, shared
     objects = group_objects.in_order(group)
     if any_rows:
@@ -261,26 +234,26 @@ def _all_reduce_norm_quantized(
 
 
 def _quantised(objects, x, weight, residual, bias, experts, scale, by, layout, keep_normed, eps, weight_bias):
-    """`quantized`, `total`, then `scales` and `normed` if made."""
+    """Return `quantized`, `total`, then `scales` and `normed` if computed."""
     norm, shape = _called(objects, x, "all_reduce_norm_quantized"), _shape(x, experts[0])
-    found = _results(x, shape, by, layout, keep_normed)
-    scales = None if by == PER_TENSOR else found[2]
+    results = _results(x, shape, by, layout, keep_normed)
+    scales = None if by == PER_TENSOR else results[2]
     norm(
-        found[-1] if keep_normed else None, _input(x, experts), dense(weight), residual=_contiguous(residual),
-        bias=_contiguous(bias), eps=eps, weight_bias=weight_bias, total=found[1], quantized=found[0], scales=scales, scale=scale,
+        results[-1] if keep_normed else None, _input(x, experts), dense(weight), residual=_contiguous(residual),
+        bias=_contiguous(bias), eps=eps, weight_bias=weight_bias, total=results[1], quantized=results[0], scales=scales, scale=scale,
         ue8m0=by in (UE8M0, UE8M0_PACKED),
     )  # fmt: skip
-    return found
+    return results
 
 
 def _results(x, shape, by: str, layout: str, keep_normed: bool) -> list[torch.Tensor]:
-    found = [x.new_empty(shape, dtype=FP8_DTYPE), x.new_empty(shape)]
+    results = [x.new_empty(shape, dtype=FP8_DTYPE), x.new_empty(shape)]
     if by != PER_TENSOR:
         rows = 1
         for extent in shape[:-1]:
             rows = rows * extent
-        found.append(scales_like(x, rows, shape[-1], by, layout))
-    return [*found, x.new_empty(shape)] if keep_normed else found
+        results.append(scales_like(x, rows, shape[-1], by, layout))
+    return [*results, x.new_empty(shape)] if keep_normed else results
 
 
 @arguments.register_fake("all_reduce_norm_quantized")
@@ -293,28 +266,19 @@ def _(
 
 @without_default_device
 def all_reduce_norm_quantized(
-    x: torch.Tensor | ExpertRows,
-    weight: torch.Tensor,
-    *,
-    by: str = PER_BLOCK,
-    scale: torch.Tensor | None = None,
-    layout: str = "row",
-    keep_normed: bool = False,
-    residual: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    weight_bias: float = 0.0,
-    group: tsn.Group = None,
-) -> QuantizedNorm:
+    x: torch.Tensor | ExpertRows, weight: torch.Tensor, *, by: str = PER_BLOCK, scale: torch.Tensor | None = None, layout: str = "row",
+    keep_normed: bool = False, residual: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-6,
+    weight_bias: float = 0.0, group: tsn.Group = None,
+) -> QuantizedNorm:  # fmt: skip
     """As `all_reduce_norm`, with the normalised rows in FP8 for a GEMM. For inference: it has no gradient.
 
     Args:
         x, weight, residual, bias, eps, weight_bias, group: as in `all_reduce_norm`.
         by: elements that share a scale: "tensor" (needs `scale`), "token" (a row), or "block" (128 elements of a row);
             "ue8m0": blocks, scales rounded up to powers of two; "ue8m0_packed": their exponents, four in an int32.
-        scale: float32, one element, for `by="tensor"`: divides all numbers; quotients beyond 448 become 448.
-        layout: of the scales, see `AllReduceNorm.new_scales`: "row", "column" or "tma".
-        keep_normed: return the normalised rows as well, in the dtype of `x`.
+        scale: float32, one element, for `by="tensor"`: divides all elements; quotients beyond 448 become 448.
+        layout: layout of the scales, see `AllReduceNorm.new_scales`: "row", "column" or "tma".
+        keep_normed: also return the normalised rows, in the dtype of `x`.
 
     Returns:
         A `QuantizedNorm`. The scale of a row or block is its largest absolute value, at least 1e-4, divided by 448; the
@@ -330,7 +294,7 @@ def all_reduce_norm_quantized(
         raise ValueError(f"{call}: by is {by!r}; it must be tensor, token, {', '.join(BY_BLOCK)}")
     if (by == PER_TENSOR) != (scale is not None):
         raise ValueError(
-            f"{call}: scale is {'missing' if scale is None else 'given'}; by={by!r} {'takes' if scale is None else 'makes'} it"
+            f"{call}: scale is {'missing' if scale is None else 'passed'}; by={by!r} {'takes' if scale is None else 'computes'} it"
         )
     scale_strides(1, 1, layout)
     if by in BY_BLOCK and isinstance(rows, torch.Tensor) and (not rows.dim() or rows.shape[-1] % GROUP):
@@ -339,13 +303,13 @@ def all_reduce_norm_quantized(
         )
     arguments.check(call, **named)
     if any(map(arguments.needs_gradient, named.values())):
-        raise TypeError(f"{call}: FP8 numbers have no gradient; call it under torch.no_grad, or all_reduce_norm")
+        raise TypeError(f"{call}: FP8 results have no gradient; call it under torch.no_grad, or all_reduce_norm")
     options = by, layout, keep_normed, float(eps), float(weight_bias)
     if all(map(arguments.is_eager, named.values())):
         objects = group_objects.in_order(group)
-        found = _quantised(objects, rows, weight, residual, bias, experts, scale, *options)
+        results = _quantised(objects, rows, weight, residual, bias, experts, scale, *options)
     else:
         name = group_objects.name_of(group)
-        found = _ops.all_reduce_norm_quantized(rows, weight, residual, bias, *experts, scale, *options, name)
-    scales = found[2] if scale is None else scale
-    return QuantizedNorm(found[0], scales, found[1], found[-1] if keep_normed else None)
+        results = _ops.all_reduce_norm_quantized(rows, weight, residual, bias, *experts, scale, *options, name)
+    scales = results[2] if scale is None else scale
+    return QuantizedNorm(results[0], scales, results[1], results[-1] if keep_normed else None)
