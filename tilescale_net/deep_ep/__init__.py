@@ -43,10 +43,10 @@ def install() -> None:
         TileScaleError: another deep_ep was imported before.
     """
     ours = sys.modules[__name__]
-    found = sys.modules.get("deep_ep")
-    if found is not None and found is not ours:
+    loaded = sys.modules.get("deep_ep")
+    if loaded is not None and loaded is not ours:
         raise TileScaleError(
-            f"deep_ep was imported already, from {getattr(found, '__file__', None)}; call tilescale_net.deep_ep.install() "
+            f"deep_ep was imported already, from {getattr(loaded, '__file__', None)}; call tilescale_net.deep_ep.install() "
             "before anything imports it"
         )
     sys.modules["deep_ep"] = ours

@@ -31,8 +31,8 @@ class Buffer(GroupBuffer):
         comm: not supported.
 
     Attributes:
-        rank, group_size, group, num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy: as given.
-        runtime: None: there is no C++ object.
+        rank, group_size, group, num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy: the arguments.
+        runtime: None, because there is no C++ object.
 
     Args of methods:
         num_max_dispatch_tokens_per_rank: the most tokens of a rank in a low-latency call, equal on all ranks.
@@ -112,7 +112,7 @@ class Buffer(GroupBuffer):
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> torch.Tensor:
-        """Memory to write to, of the given size or 1 MiB; no call of this Buffer uses it, so clearing it clears nothing."""
+        """Scratch memory of `size` bytes or 1 MiB; no call of this Buffer uses it, so clearing it has no effect."""
         shape = (SCRATCH // dtype.itemsize,) if size is None else size
         return torch.zeros(shape, dtype=dtype, device=self._world.device)
 
@@ -157,7 +157,7 @@ class Buffer(GroupBuffer):
             handle: of an earlier dispatch, whose routing is used again; pass no other argument about the routing.
             is_token_in_rank, num_tokens_per_expert: of `get_dispatch_layout`.
             num_tokens_per_rank, num_tokens_per_rdma_rank: ignored.
-            topk_idx, topk_weights: travel with the rows. Without them `is_token_in_rank` decides where rows go.
+            topk_idx, topk_weights: sent with the rows. Without them `is_token_in_rank` has the target ranks.
             expert_alignment: counts per expert are rounded up to a multiple of it.
             num_worst_tokens: rows of the results, so that the host need not wait for their number: equal on all ranks, a
                 multiple of the number of ranks, at least the rows that any rank sends or receives. It is not checked.
@@ -280,7 +280,7 @@ class Buffer(GroupBuffer):
         Args:
             x: [local experts, ranks * max tokens, hidden] bfloat16.
             topk_idx: ignored: the handle has the choices.
-            topk_weights: [tokens, top_k] float32, or another floating dtype, of which a float32 copy is made.
+            topk_weights: [tokens, top_k] float32, or another floating dtype, which is copied to float32.
             handle: of a dispatch that has ended, of this buffer or another one of its group.
             zero_copy: take the rows from `get_next_low_latency_combine_buffer` instead of `x`.
             return_recv_hook: return a function that ends the call; two combines may be pending.

@@ -99,11 +99,11 @@ class ElasticBuffer(GroupBuffer):
         num_experts, num_scaleout_topk, rdma_gbs, nvlink_gbs, sm_read_gbs, sm_write_gbs: no effect.
 
     Attributes:
-        group, rank_idx, num_ranks, num_max_tokens_per_rank, allow_hybrid_mode, deterministic: as given.
+        group, rank_idx, num_ranks, num_max_tokens_per_rank, allow_hybrid_mode, deterministic: the arguments.
         num_bytes: the requested least size of the heap; 0 without a request.
         num_scaleout_ranks, num_scaleup_ranks, num_rdma_ranks, num_nvlink_ranks: nodes, and ranks of one, of the group.
-        scaleout_rank_idx, scaleup_rank_idx: this rank's node, and its index there.
-        num_allocated_qps: 0: there are no queue pairs. runtime: None: there is no C++ object.
+        scaleout_rank_idx, scaleup_rank_idx: this rank's node, and its index in the node.
+        num_allocated_qps: 0, without queue pairs. runtime: None, without a C++ object.
     """
 
     num_allocated_qps = 0
@@ -177,7 +177,7 @@ class ElasticBuffer(GroupBuffer):
         return NUM_SMS
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """0: there are no queue pairs."""
+        """0, without queue pairs."""
         return 0
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
@@ -272,14 +272,14 @@ class ElasticBuffer(GroupBuffer):
             out_scales = _column_major(out_scales)
         weights = None
         if topk_weights is not None:
-            found: Any = received.row_weight if do_expand else metadata(received.handle).topk_weights
-            weights = found[:count] if gaps is None else found[:count].masked_fill(gaps[:count], 0.0)
+            row_weights: Any = received.row_weight if do_expand else metadata(received.handle).topk_weights
+            weights = row_weights[:count] if gaps is None else row_weights[:count].masked_fill(gaps[:count], 0.0)
         return joined(out, out_scales), known.recv_topk_idx, weights, known, end(async_with_compute_stream)
 
     def _check_handle(self, handle: object) -> None:
         """Raise TypeError unless it is a handle, ValueError for one of another group."""
         if not isinstance(handle, EPHandle):
-            raise TypeError(f"handle is a {type(handle).__name__}; give what dispatch has returned")
+            raise TypeError(f"handle is a {type(handle).__name__}; give the result of dispatch")
         self._objects.check_world(handle._world)
 
     def _room(self, most: int) -> int:
@@ -344,16 +344,9 @@ def _size(group: Any) -> int:
 
 
 def _handle_of(
-    world: World,
-    op: AllToAll,
-    received: Dispatched,
-    topk_idx: torch.Tensor,
-    do_expand: bool,
-    num_sms: int,
-    syncs: bool,
-    node_size: int,
-    most: int,
-) -> EPHandle:
+    world: World, op: AllToAll, received: Dispatched, topk_idx: torch.Tensor, do_expand: bool, num_sms: int, syncs: bool,
+    node_size: int, most: int,
+) -> EPHandle:  # fmt: skip
     c, handle = op.config, received.handle
     at, totals = PlanOffsets(c.ranks, c.local_experts), handle.plan.totals
     counts, offsets, _ = handle.plan.counts(c.ranks, c.local_experts)
@@ -365,13 +358,13 @@ def _handle_of(
     )
     per_expert = [-(-n // c.alignment) * c.alignment for n in counts.tolist()] if syncs else []
     meta: Any = metadata(handle)
-    there = meta.source_rank >= 0
+    exists = meta.source_rank >= 0
     choice = torch.arange(c.top_k, device=totals.device)
     last = torch.where(meta.topk_idx >= 0, choice, -1).amax(1)
     source = torch.stack(
         [
-            torch.where(there, meta.source_rank * most + meta.source_token, -1),
-            torch.where(there, meta.source_rank * c.top_k + last, -1).to(torch.int32),
+            torch.where(exists, meta.source_rank * most + meta.source_token, -1),
+            torch.where(exists, meta.source_rank * c.top_k + last, -1).to(torch.int32),
         ],
         1,
     )

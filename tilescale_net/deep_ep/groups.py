@@ -18,12 +18,12 @@ from tilescale_net.runtime import groups, placement, settings, this_host, worlds
 from tilescale_net.runtime.groups import StoreGroup
 from tilescale_net.runtime.world import World
 
-# Worlds made by buffers, and the number of buffers that use each.
+# Worlds created by buffers, and the number of buffers that use each.
 _users: dict[World, int] = {}
 
 
 def join(group: tsn.Group, nbytes: int) -> World:
-    """The world of a group; made, with a heap of at least `nbytes` bytes, if it does not exist."""
+    """The world of a group; created, with a heap of at least `nbytes` bytes, unless it exists."""
     try:
         world = tsn.world(group)
     except tsn.ConfigurationError:
@@ -39,7 +39,7 @@ def join(group: tsn.Group, nbytes: int) -> World:
 
 
 def leave(world: World) -> None:
-    """Release a world; the last buffer ends a world that a buffer has made."""
+    """Release a world; the last buffer ends a world that a buffer has created."""
     if world in _users:
         _users[world] -= 1
         if not _users[world]:
@@ -55,15 +55,15 @@ def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
         group: a ProcessGroup.
     """
     try:
-        found = tsn.world(group).topology
+        topology = tsn.world(group).topology
     except tsn.ConfigurationError:
         raise
     except tsn.TileScaleError:
-        place = placement.host_identity(), placement.virtual_node(*groups.own_number(group))
-        places: list = [None] * dist.get_world_size(group)
-        dist.all_gather_object(places, place, group)
-        found = placement.group_topology(dist.get_rank(group), len(places), *map(list, zip(*places)))
-    return found.nodes, found.node_size
+        location = placement.host_identity(), placement.virtual_node(*groups.own_number(group))
+        locations: list = [None] * dist.get_world_size(group)
+        dist.all_gather_object(locations, location, group)
+        topology = placement.group_topology(dist.get_rank(group), len(locations), *map(list, zip(*locations)))
+    return topology.nodes, topology.node_size
 
 
 def get_logical_domain_size(group: dist.ProcessGroup, allow_hybrid_mode: bool = True) -> tuple[int, int]:
@@ -75,7 +75,7 @@ def get_logical_domain_size(group: dist.ProcessGroup, allow_hybrid_mode: bool = 
     return get_physical_domain_size(group)
 
 
-_NOBODY = ("192.0.2.1", "2001:db8::1")  # addresses that no host has: the default route leads there
+_NOBODY = ("192.0.2.1", "2001:db8::1")  # addresses of no host, reached by the default route
 
 _known: list[tuple[object, StoreGroup]] = []  # communicators and their groups; both live as long as the process
 
@@ -94,11 +94,11 @@ def group_of(comm: Any) -> StoreGroup:
         if known is comm:
             return group
     rank, size = comm.Get_rank(), comm.Get_size()
-    places = [tuple(place) for place in comm.allgather([this_host.identity("net"), socket.gethostname()])]
+    hosts = [tuple(host) for host in comm.allgather([this_host.identity("net"), socket.gethostname()])]
     store = None
     if rank == 0:
         try:
-            address = _meeting_place({name for host, name in places if host != places[0][0]})
+            address = _meeting_place({name for host, name in hosts if host != hosts[0][0]})
             with this_host.listen(address) as listener:
                 port, fd = listener.getsockname()[1], os.dup(listener.fileno())
         except (ConfigurationError, OSError) as error:
@@ -120,8 +120,8 @@ def _meeting_place(others: Iterable[str]) -> str:
     others = sorted(others)
     if not others:
         return "127.0.0.1"
-    if found := this_host.address_reaching([*others, socket.gethostname(), *_NOBODY]):
-        return found
+    if address := this_host.address_reaching([*others, socket.gethostname(), *_NOBODY]):
+        return address
     raise ConfigurationError(
         f"deep_ep.Buffer(comm=): ranks are on other hosts ({', '.join(others)}), whose names are not known on this one, and its "
         f"own name {socket.gethostname()} stands for loopback or for nothing, nor is there a default route; write the hosts' addresses into /etc/hosts, or "
@@ -218,8 +218,8 @@ class Masks:
     def leave_out(self) -> None:
         """Exclude newly masked ranks before a call begins; a call in flight still receives their data."""
         if self._asked:
-            kept = [r for r in self.members if r not in self._asked]
-            self._world.control.shrink_to(kept, "low_latency_update_mask_buffer")
+            remaining = [r for r in self.members if r not in self._asked]
+            self._world.control.shrink_to(remaining, "low_latency_update_mask_buffer")
             self._asked.clear()
 
     def go_on(self) -> None:

@@ -8,6 +8,7 @@ import torch
 from tilescale_net import ops
 from tilescale_net.deep_ep.objects import Objects, check_dimensions
 from tilescale_net.errors import HeapError
+from tilescale_net.kernels.collective import is_integer
 from tilescale_net.kernels.moe import AllToAll, Dispatched, Handle, metadata
 from tilescale_net.kernels.moe.handle import Rows
 from tilescale_net.kernels.moe.layout import PlanOffsets
@@ -42,7 +43,7 @@ def routing_of(objects: Objects, handle: object) -> Routing:
     """The routing of a handle. Raises TypeError unless it is one, ValueError for one of another group."""
     routing = handle[-1] if isinstance(handle, tuple) and handle else None
     if not isinstance(routing, Routing):
-        raise TypeError(f"handle is {_shown(handle)}; give what dispatch has returned")
+        raise TypeError(f"handle is {_shown(handle)}; give the result of dispatch")
     objects.check_world(routing.world)
     return routing
 
@@ -69,9 +70,9 @@ def check_routing(in_rank: object, per_expert: object, topk_idx: Any, topk_weigh
         if x is not None:
             check_dimensions(name, x, 2)
     if topk_weights is not None and (topk_idx is None or topk_idx.shape[1] != topk_weights.shape[1]):
-        found = "missing" if topk_idx is None else f"of shape {list(topk_idx.shape)}"
-        raise ValueError(f"topk_weights has shape {list(topk_weights.shape)}, but topk_idx is {found}")
-    if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1:
+        described = "missing" if topk_idx is None else f"of shape {list(topk_idx.shape)}"
+        raise ValueError(f"topk_weights has shape {list(topk_weights.shape)}, but topk_idx is {described}")
+    if not is_integer(alignment):
         raise ValueError(f"expert_alignment is {alignment!r}; it must be a positive integer")
 
 
@@ -222,7 +223,7 @@ def _counts(
         local = len(per_expert) // world.size
         here = per_expert.view(world.size, local).tolist()
         gathered = control.gather("deep_ep.Buffer.dispatch: rows per expert", here)
-        counts = [sum(of_expert) for of_expert in zip(*(said[world.rank] for said in gathered))]
+        counts = [sum(of_expert) for of_expert in zip(*(of_rank[world.rank] for of_rank in gathered))]
     return [-(-n // alignment) * alignment for n in counts]
 
 

@@ -46,7 +46,7 @@ _DISPATCH, _COMBINE = f"low_latency_dispatch: {_SIZES}", f"low_latency_combine: 
 class LowLatencyHandle(tuple):
     """DeepEP's handle of a low-latency dispatch: source tokens, ranges of ranks, largest number of tokens, hidden, experts.
 
-    The first two parts are made on first access, after the dispatch has ended: their tensors then belong to the caller,
+    The first two parts are created on first access, after the dispatch has ended: their tensors then belong to the caller,
     and otherwise serve a later dispatch.
 
     Attributes:
@@ -65,7 +65,7 @@ class LowLatencyHandle(tuple):
 
     @property
     def combine_buffer(self) -> torch.Tensor:
-        """Rows in the shape of the dispatch's, for the caller to fill; made on first use."""
+        """Rows in the shape of the dispatch's, for the caller to fill; created on first use."""
         if self._buffer is None:
             x = self.received.x
             self._buffer = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
@@ -85,7 +85,7 @@ def checked(handle: object) -> LowLatencyHandle:
     """A handle of a dispatch. Raises TypeError unless it is one."""
     if not isinstance(handle, LowLatencyHandle):
         raise TypeError(
-            f"handle is a {type(handle).__name__}; give what low_latency_dispatch has returned, not a copy of its parts"
+            f"handle is a {type(handle).__name__}; give the result of low_latency_dispatch, not a copy of its parts"
         )
     return handle
 
@@ -156,7 +156,7 @@ def dispatch(
     objects.calls.note(_DISPATCH, *sizes)
     op = members = pending = None
     received: Any = None
-    totals = stats  # where the kernel adds the counts
+    totals = stats  # the kernel adds the counts to it
     if not masks.begin_dispatch():
         try:
             masks.leave_out()
@@ -185,7 +185,7 @@ def dispatch(
     elif received is None:
         received = _nothing(objects.world.size, len(x), sizes, x.device)
     packs = _for_exponents(received.scales) if use_fp8 and use_ue8m0 else None
-    late = stats if totals is None else None  # where the counts are added after their arrival
+    late = stats if totals is None else None  # the counts are added to it after their arrival
     scales = received.scales if packs is None else packs
     handle = LowLatencyHandle((None, None, max_tokens, hidden, num_experts))
     handle.sizes, handle.received, handle.members, handle.op = sizes, received, members, op
@@ -225,15 +225,9 @@ def _end_dispatch(
 
 
 def combine(
-    objects: Objects,
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    handle: tuple,
-    out: torch.Tensor | None,
-    zero_copy: bool,
-    in_phases: bool,
-    waited: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Callable[[], None] | None]:
+    objects: Objects, x: torch.Tensor, topk_weights: torch.Tensor, handle: tuple, out: torch.Tensor | None,
+    zero_copy: bool, in_phases: bool, waited: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Callable[[], None] | None]:  # fmt: skip
     """(sums [tokens, hidden], the hook or None)."""
     if not isinstance(handle, LowLatencyHandle) or handle.world is not objects.world or topk_weights is None:
         with objects.rejecting("Buffer.low_latency_combine"):

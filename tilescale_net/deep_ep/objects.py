@@ -1,4 +1,4 @@
-"""The AllToAll objects that a Buffer's calls need, made on first use, and their memory.
+"""The AllToAll objects that a Buffer's calls need, created on first use, and their memory.
 
 All ranks of a group make the same calls, so they make the same objects in the same order. DeepEP takes any number of
 tokens; an AllToAll is made for the largest. The first dispatch agrees on it, and a dispatch of more tokens is rejected on
@@ -45,13 +45,13 @@ def room_for(tokens: int) -> int:
     return 1 << max(6, (tokens - 1).bit_length())
 
 
-def check_dimensions(name: str, x: Any, *wanted: int) -> None:
+def check_dimensions(name: str, x: Any, *allowed: int) -> None:
     """Raise TypeError or ValueError unless it is a tensor with one of these numbers of dimensions."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
-    if x.dim() not in wanted:
-        text = f"{name} has shape {list(x.shape)}; it must have {' or '.join(map(str, wanted))} dimensions"
-        raise ValueError(f"{text}, of which the first is the tokens" if max(wanted) > 1 else text)
+    if x.dim() not in allowed:
+        text = f"{name} has shape {list(x.shape)}; it must have {' or '.join(map(str, allowed))} dimensions"
+        raise ValueError(f"{text}, of which the first is the tokens" if max(allowed) > 1 else text)
 
 
 class Objects:
@@ -76,7 +76,7 @@ class Objects:
         self._made: dict[tuple, AllToAll] = {}
         self._usual: dict[tuple, AllToAll] = {}  # by sizes, objects for low-latency calls with none in flight
         self._generation = world.control.generation
-        self._worlds = [world]  # each with a heap; all except the first were made here
+        self._worlds = [world]  # each with a heap; this object created all but the first
         self._stream: torch.cuda.Stream | None = None
         self._freed = False
 
@@ -150,9 +150,9 @@ class Objects:
                 has none. Handles of one serve the others.
             sizes: num_experts, max_tokens, hidden, top_k and dtype.
         """
-        usual = self._usual.get(sizes)
-        if usual is not None and usual.takes(kind) and self._generation == self.world.control.generation:
-            return usual
+        op = self._usual.get(sizes)
+        if op is not None and op.takes(kind) and self._generation == self.world.control.generation:
+            return op
         options = low_latency_options(sizes[-1])
         del options["dtype"], options["mode"]
         for number in range(IN_FLIGHT):
@@ -177,8 +177,8 @@ class Objects:
         """After a loss, perhaps in the middle of a construction: keep the objects that all others have."""
         self._usual.clear()
         names = {str(key): key for key in self._made}
-        said = self.world.control.gather("deep_ep.Buffer: objects", json.dumps(list(names)))
-        common = set(names).intersection(*(json.loads(text) for text in said))
+        reports = self.world.control.gather("deep_ep.Buffer: objects", json.dumps(list(names)))
+        common = set(names).intersection(*map(json.loads, reports))
         self._made = {names[name]: self._made[names[name]] for name in names if name in common}
         self._generation = self.world.control.generation
 
@@ -203,8 +203,8 @@ class Objects:
                     raise
         nodes = self.world.topology.sizes
         nbytes = AllToAll.heap_bytes(*sizes, **options, ranks=self.world.size, nodes=nodes)
-        usual = settings.heap_bytes(None, self.world.device.type == "cuda")
-        self._worlds.append(worlds.make_sibling(self.world, max(usual, nbytes + SYSTEM_BYTES)))
+        default = settings.heap_bytes(None, self.world.device.type == "cuda")
+        self._worlds.append(worlds.make_sibling(self.world, max(default, nbytes + SYSTEM_BYTES)))
         return AllToAll(*sizes, **options, warm_up=False, group=self._worlds[-1]).ordered_by(self.order)
 
     def grow(self, tokens: int) -> bool:
@@ -225,8 +225,8 @@ class Objects:
             )
         self._freed = True
         self._usual.clear()
-        made, self._made = self._made, {}
-        for op in made.values():
+        ops, self._made = self._made, {}
+        for op in ops.values():
             if op.alive:
                 op.free()
         worlds_made, self._worlds = self._worlds[1:], self._worlds[:1]
@@ -260,7 +260,7 @@ class GroupBuffer(MadeByRanks):
         return self._world
 
     def destroy(self) -> None:
-        """Give memory back, and the world if a buffer has made it and this is the last one. Collective.
+        """Release memory, and the world if a buffer has created it and this is the last buffer. Collective.
 
         Raises:
             ValueError: low-latency calls wait for their hooks; nothing has changed.

@@ -28,13 +28,13 @@ class EventOverlap:
 
     Args:
         event: EventHandle or None.
-        extra_tensors: kept alive with it.
+        extra_tensors: tensors that it keeps alive.
 
     As a context manager it makes the current stream wait at the end of the block; if it was called with `release_handle`, it
     then drops the event.
 
     Attributes:
-        event, extra_tensors: as given.
+        event, extra_tensors: the arguments.
         hook_after_wait: function that the next wait calls after its launch; see `register_hook_after_wait`.
     """
 
@@ -50,7 +50,7 @@ class EventOverlap:
             release_handle: drop the event.
         """
         if self.event is None:
-            raise ValueError("EventOverlap: there is no event; calls give one with async_finish=True")
+            raise ValueError("EventOverlap: there is no event; calls return one with async_finish=True")
         self.event.current_stream_wait()
         hook, self.hook_after_wait = self.hook_after_wait, None
         if hook is not None:

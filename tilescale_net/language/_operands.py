@@ -1,6 +1,6 @@
-"""Operands of primitives as expressions: integers, values to store, places in memory, and copies between places.
+"""Operands of primitives as expressions: integers, values to store, memory locations, and copies between them.
 
-A place in memory is a tensor `buf`, an element `buf[i]` (the address of that element), or a region `buf[i, 0:n]`. It
+A location in memory is a tensor `buf`, an element `buf[i]` (the address of that element), or a region `buf[i, 0:n]`. It
 becomes a base pointer plus an offset in elements, computed in 64 bits.
 """
 
@@ -171,7 +171,7 @@ def pe_index(pe: Any) -> tirx.PrimExpr:
     return as_integer("pe", pe, "int32", 0, 2**31 - 1)
 
 
-# -- places in memory -------------------------------------------------------------------------------------------------
+# -- locations in memory -------------------------------------------------------------------------------------------------
 
 # Operands in memory: a tensor, an element buf[i], a region buf[i, 0:n].
 Place: TypeAlias = tirx.Buffer | tirx.BufferLoad | tirx.BufferRegion
@@ -189,7 +189,7 @@ def scope_of(buffer: tirx.Buffer) -> str:
 
 @dataclass(frozen=True)
 class Operand:
-    """A place in memory.
+    """A location in memory.
 
     Attributes:
         buffer: the tensor.
@@ -316,12 +316,12 @@ def operand(
     mins = [settled("index", index, loads=is_guarded) for index in mins]
     # The extents of both ends are compared, and give the size.
     extents = [settled("extent", extent, loads=in_rows) for extent in extents]
-    found = scope_of(buffer)
-    if scope == "local" and found != scope:
-        raise PrimitiveError(f"{name} ({buffer.name}) lives in {found}; it must be an array of T.alloc_local")
-    if found != scope and not (in_shared and found == "shared"):
+    actual = scope_of(buffer)
+    if scope == "local" and actual != scope:
+        raise PrimitiveError(f"{name} ({buffer.name}) lives in {actual}; it must be an array of T.alloc_local")
+    if actual != scope and not (in_shared and actual == "shared"):
         raise PrimitiveError(
-            f"{name} ({buffer.name}) lives in {found}; it must be in global {'or shared ' if in_shared else ''}memory, so T.copy it "
+            f"{name} ({buffer.name}) lives in {actual}; it must be in global {'or shared ' if in_shared else ''}memory, so T.copy it "
             f"to a {'tile in shared memory or a ' if in_shared else ''}symmetric tensor first"
         )
     dtype = tvm.DataType(str(buffer.dtype))
@@ -386,15 +386,15 @@ def signal_word(sig: Place) -> Operand:
 
 
 def element(name: str, value: Any) -> Operand:
-    """A place that one access reads or writes, under its condition `inside`. Raises PrimitiveError as `operand`, and for more
+    """A location that one access reads or writes, under its condition `inside`. Raises PrimitiveError as `operand`, and for more
     than one element."""
     return _one(name, operand(name, value, is_guarded=True), "elements")
 
 
-def _one(name: str, place: Operand, what: str) -> Operand:
+def _one(name: str, place: Operand, unit: str) -> Operand:
     if not place.is_element and constant(place.extent) != 1:
         raise PrimitiveError(
-            f"{name} names {place.extent} {what} of {place.buffer.name}; name one, such as {place.buffer.name}[0]"
+            f"{name} names {place.extent} {unit} of {place.buffer.name}; name one, such as {place.buffer.name}[0]"
         )
     return place
 
@@ -404,10 +404,10 @@ def _one(name: str, place: Operand, what: str) -> Operand:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A copy between two places, checked.
+    """A checked copy between two locations.
 
     Attributes:
-        form: "" between contiguous places in global memory, "shared" from a tile, "rows" between rows that are not
+        form: "" between contiguous locations in global memory, "shared" from a tile, "rows" between rows that are not
             adjacent.
         arguments: destination and source pointer; its bytes, or rows, bytes of a row and both pitches (int64); PE (int32).
         nbytes: its size, if known when the kernel is built.
@@ -418,19 +418,19 @@ class Transfer:
     nbytes: int | None
 
     @classmethod
-    def of(cls, what: str, dst: Place, src: Place, pe: Number, count: Number | None, pushes: bool) -> Transfer:
-        """The copy that the primitive `what` makes; the source of a push may lie in shared memory.
+    def of(cls, primitive: str, dst: Place, src: Place, pe: Number, count: Number | None, pushes: bool) -> Transfer:
+        """The copy of `primitive`; the source of a push may lie in shared memory.
 
         Raises:
             PrimitiveError: mismatched types, a count or extents that the tensors cannot hold, a count besides rows,
-                places that differ in their rows, and errors of `operand`.
+                locations that differ in their rows, and errors of `operand`.
         """
         to, source = operand("dst", dst, in_rows=True), operand("src", src, in_rows=True, in_shared=pushes)
         if to.dtype != source.dtype:
             raise PrimitiveError(
                 f"dst ({to.buffer.name}) has dtype {to.dtype}, src ({source.buffer.name}) has {source.dtype}"
             )
-        ends = _Ends(what, to, source)
+        ends = _Ends(primitive, to, source)
         boxes = [place for place in (to, source) if constant(place.rows) != 1]
         sizes = ends.rows(boxes, count) if boxes else (ends.nbytes(ends.elements(count), "count"),)
         form = "rows" if boxes else "shared" if source.is_shared else ""
@@ -439,9 +439,9 @@ class Transfer:
 
 
 class _Ends(NamedTuple):
-    """The two ends of a copy by the primitive `what`, and the size on which they agree."""
+    """The two ends of a copy by `primitive`, and their common size."""
 
-    what: str
+    primitive: str
     to: Operand
     source: Operand
 
@@ -466,11 +466,11 @@ class _Ends(NamedTuple):
         one, other = (as_integer("extent", end, "int64") for end in (left, right))
         value, smallest = values or (one, tirx.min(one, other))
         dst, src = self.to.buffer.name, self.source.buffer.name
-        text = f"{self.what}: dst ({dst}) {extent}, src ({src}) {{}}; make them equal"
+        text = f"{self.primitive}: dst ({dst}) {extent}, src ({src}) {{}}; make them equal"
         return agreed_value(value, smallest, one == other, text, one, other)
 
     def elements(self, count: Number | None) -> Expr:
-        """Number of elements to copy between contiguous places."""
+        """Number of elements to copy between contiguous locations."""
         to, source = self.to, self.source
         if count is None:
             whole = [place for place in (source, to) if not place.is_element]
@@ -482,19 +482,19 @@ class _Ends(NamedTuple):
                     )
                 return as_integer("count", self.agreed("spans {} elements", to.extent, source.extent), "int64", 0)
             count = whole[0].extent if whole else 1
-        result = wanted = as_integer("count", count, "int64", 0)
+        result = length = as_integer("count", count, "int64", 0)
         for name, place in (("dst", to), ("src", source)):
-            known, limit = constant(wanted), constant(place.limit)
+            known, limit = constant(length), constant(place.limit)
             if known is not None and limit is not None and known > limit:
                 raise PrimitiveError(
                     f"count is {known}, but {name} ({place.buffer.name}) holds {limit} elements from there on"
                 )
             room = as_integer("room", place.limit, "int64")
-            if (known is None or limit is None) and provably(wanted > room):
+            if (known is None or limit is None) and provably(length > room):
                 raise PrimitiveError(f"count is {count}, but {name} ({place.buffer.name}) holds {place.limit} elements")
-            if not place.is_element and not provably(wanted <= room):
-                text = f"{self.what}: count is {{}}, but {name} ({place.buffer.name}) holds {{}} elements"
-                result = agreed_value(result, tirx.min(result, room), wanted <= room, text, wanted, room)
+            if not place.is_element and not provably(length <= room):
+                text = f"{self.primitive}: count is {{}}, but {name} ({place.buffer.name}) holds {{}} elements"
+                result = agreed_value(result, tirx.min(result, room), length <= room, text, length, room)
         return result
 
     def rows(self, boxes: list[Operand], count: Number | None) -> tuple[tirx.PrimExpr, ...]:

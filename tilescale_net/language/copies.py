@@ -353,21 +353,21 @@ VECTOR_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn")
 
 def _vectors(name: str, place: Place, scope: str = "global") -> tuple[Operand, int]:
     """A run of vectors (in registers) or rows of one vector, and their number."""
-    where = operand(name, place, in_rows=scope == "global", scope=scope)
-    if where.dtype not in VECTOR_DTYPES:
+    vectors = operand(name, place, in_rows=scope == "global", scope=scope)
+    if vectors.dtype not in VECTOR_DTYPES:
         raise PrimitiveError(
-            f"{name} ({where.buffer.name}) has dtype {where.dtype}; it must be one of {', '.join(VECTOR_DTYPES)}"
+            f"{name} ({vectors.buffer.name}) has dtype {vectors.dtype}; it must be one of {', '.join(VECTOR_DTYPES)}"
         )
-    row, rows = constant(where.row), constant(where.rows)
+    row, rows = constant(vectors.row), constant(vectors.rows)
     if scope == "local" or rows == 1:
-        row, rows = VECTOR_BYTES // where.element_bytes, constant(where.extent)
+        row, rows = VECTOR_BYTES // vectors.element_bytes, constant(vectors.extent)
         rows = rows and (rows // row if rows % row == 0 else None)
-    if rows is None or row is None or row * where.element_bytes != VECTOR_BYTES:
+    if rows is None or row is None or row * vectors.element_bytes != VECTOR_BYTES:
         raise PrimitiveError(
-            f"{name} ({where.buffer.name}) has {where.rows} rows of {where.row} elements; name whole vectors of {VECTOR_BYTES} bytes, "
+            f"{name} ({vectors.buffer.name}) has {vectors.rows} rows of {vectors.row} elements; name whole vectors of {VECTOR_BYTES} bytes, "
             "whose number is known when the kernel is built"
         )
-    return where, rows
+    return vectors, rows
 
 
 @primitive

@@ -97,14 +97,14 @@ def st(dst: Place, value: Scalar, sem: str = "relaxed", scope: str = "sys") -> N
     """
     place = _accessible("dst", dst)
     order = one_of("sem", sem, STORE_ORDERS)
-    where = one_of("scope", scope, MEMORY_SCOPES)
-    call = OPERATORS["st"](order, where, place.pointer(), scalar("value", value, place.dtype))
+    memory_scope = one_of("scope", scope, MEMORY_SCOPES)
+    call = OPERATORS["st"](order, memory_scope, place.pointer(), scalar("value", value, place.dtype))
     return guarded(place, call)  # type: ignore[return-value] # it is for the tracer alone
 
 
 @primitive
 def benign_race(place: Place) -> None:
-    """Declare that accesses to a place race on purpose; called by any threads, before the accesses.
+    """Declare that accesses to a location race on purpose; called by any threads, before the accesses.
 
     Args:
         place: a tensor, an element or a region of symmetric memory.
@@ -114,8 +114,8 @@ def benign_race(place: Place) -> None:
 
     Example: N.benign_race(counter)
     """
-    where = operand("place", place)
-    return OPERATORS["benign_race"](where.pointer(), int64(product([where.extent, where.element_bytes])))
+    location = operand("place", place)
+    return OPERATORS["benign_race"](location.pointer(), int64(product([location.extent, location.element_bytes])))
 
 
 # -- atomics ----------------------------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ def _comparison(sig: Place, cmp: str, value: Number) -> tuple[tirx.PrimExpr, tir
 
 def _wait(scope: str, sig: Place, cmp: str, value: Number, proxy: str) -> tirx.Call:
     require_converged(scope)
-    word, wanted = _comparison(sig, cmp, value)
+    word, target = _comparison(sig, cmp, value)
     one_of("proxy", proxy, ("generic", "async"))
-    return OPERATORS["wait" if proxy == "generic" else "wait_async"](scope, cmp, 1, word, wanted)
+    return OPERATORS["wait" if proxy == "generic" else "wait_async"](scope, cmp, 1, word, target)
 
 
 def _signal(scope: str, sig: Place, value: Number, pe: Number, op: str, fence: bool) -> tirx.Call:
@@ -127,5 +127,5 @@ def test(sig: Place, cmp: str, value: Number) -> tirx.PrimExpr:
 
     Example: ready = N.test(flag[0], "ge", call)
     """
-    word, wanted = _comparison(sig, cmp, value)
-    return OPERATORS["test"](cmp, word, wanted)
+    word, target = _comparison(sig, cmp, value)
+    return OPERATORS["test"](cmp, word, target)

@@ -29,8 +29,8 @@ __all__ = [
 def _wait(scope: str, word: Place, index: Number, behind: int) -> None:
     """Wait until the word has counted message `index - behind`."""
     require_converged(scope)
-    wanted = as_integer("index", index, "int64", 0) + as_integer("slots", 1 - behind, "int64")
-    evaluate(OPERATORS["wait"](scope, "ge", 0, signal_word(word).pointer(), wanted))
+    needed = as_integer("index", index, "int64", 0) + as_integer("slots", 1 - behind, "int64")
+    evaluate(OPERATORS["wait"](scope, "ge", 0, signal_word(word).pointer(), needed))
 
 
 def _slot(index: Number, slots: int) -> tirx.PrimExpr:

@@ -1,4 +1,4 @@
-"""The context parameter, and a PE's place in the job."""
+"""The context parameter, and a PE's position in the job."""
 
 import tilelang.language as T
 from tvm import tirx
