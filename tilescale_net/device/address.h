@@ -52,7 +52,7 @@ struct PeerAccess {
   TSN_DEVICE bool direct() const { return TSN_LIKELY(base != 0); }
   TSN_DEVICE bool exists() const { return direct() || is_pe(ctx, pe); }
 
-  // The only translation: the same place in the PE's heap.
+  // The only translation: the same offset in the PE's heap.
   template <class T>
   TSN_DEVICE T* translate(T* local) const {
     return reinterpret_cast<T*>(base + (reinterpret_cast<uint64_t>(local) - heap_base));

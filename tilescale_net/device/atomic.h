@@ -22,7 +22,7 @@ TSN_DEVICE T* atomic_target(const Context* ctx, T* dst, int pe) {
 
 } // namespace detail
 
-// Applies Op and returns the old value; 0 when the job is aborted. By one thread.
+// Applies Op and returns the old value; 0 when the job is aborted. Called by one thread.
 template <AtomicOp Op, class T>
 TSN_DEVICE T atomic(const Context* ctx, T* dst, typename Value<T>::type value, int pe) {
   T* peer = detail::atomic_target(ctx, dst, pe);

@@ -1,4 +1,4 @@
-// Moving bytes between two mapped places: the two engines of the direct path and the choice between them.
+// Copies between two mapped addresses: the two engines of the direct path and the choice between them.
 #pragma once
 
 #include "platform.h"
@@ -12,11 +12,11 @@ namespace tsn {
 // Bulk copies are fast where their parts begin at multiples of this many bytes, at both ends.
 constexpr uint32_t kSegmentBytes = 128;
 
-// A copy of `bytes`, a multiple of 16, between 16-byte aligned places, by one thread of the block; `ring` is Stages *
-// StageBytes bytes of shared memory, 128-byte aligned. After begin() its first loads are in flight, while the target
-// may still be unknown; then comes either finish() or cancel(), and both leave the ring free.
+// A copy of `bytes`, a multiple of 16, between aligned addresses (16 bytes), by one thread of the block; `ring` is
+// Stages * StageBytes bytes of shared memory, 128-byte aligned. After begin() its first loads are in flight, while the
+// target may still be unknown; then comes either finish() or cancel(), and both leave the ring free.
 //
-// All stages but one are loaded ahead; the last one is left for the store in flight. Stages have constant places in
+// All stages but one are loaded ahead; the last one is left for the store in flight. Stages have constant offsets in
 // unrolled loops: one thread does everything, and each load and store would otherwise take it twice as long. (Several
 // threads with their own stages gain nothing: the limits are that the SM issues one bulk copy in about 45 cycles, and
 // that loads move 64 bytes a cycle.)
@@ -138,7 +138,7 @@ TSN_DEVICE uint32_t widest_unit(uint64_t bits) { return (uint32_t(bits) | 16) & 
 // callers that copy the rest afterwards.
 //
 // The first Group threads of a block take the first Group * Rows units, a row of Group units at a time, the next
-// Group threads the following units. So the place of a thread's first unit shows whether its warp has any work: warps
+// Group threads the following units. So the offset of a thread's first unit shows whether its warp has any work: warps
 // without any leave, because their instructions would only delay the SM's other work.
 template <Scope S, int Rows = 1, uint32_t Group = 4 * platform::kWarpThreads>
 struct FirstTile {
@@ -166,11 +166,11 @@ struct FirstTile {
   // Whether the calling thread's warp has no part in it. Never true in the leader, which does more than copy.
   TSN_DEVICE bool warp_has_no_work() const {
     const uint32_t lane = platform::thread_index() % platform::kWarpThreads;
-    return S == Scope::block && complete && platform::thread_index() != lane && place() - lane * unit >= bytes;
+    return S == Scope::block && complete && platform::thread_index() != lane && offset() - lane * unit >= bytes;
   }
 
   TSN_DEVICE void load(const void* src) {
-    const uint32_t at = place();
+    const uint32_t at = offset();
     const char* p = (const char*)src + at;
     platform::load_data_below(&wide[0], (const Vec16*)p, int(at), int(unit == 16 ? bytes : 0));
     platform::load_data_below(&middle, (const uint64_t*)p, int(at), int(unit == 8 ? bytes : 0));
@@ -181,7 +181,7 @@ struct FirstTile {
       platform::load_data_below(&wide[u], (const Vec16*)(p + u * row()), int(at + u * row()), int(bytes));
   }
   TSN_DEVICE void store(void* dst) const {
-    const uint32_t at = place();
+    const uint32_t at = offset();
     char* p = (char*)dst + at;
     platform::store_data_below((Vec16*)p, wide[0], int(at), int(unit == 16 ? bytes : 0));
     platform::store_data_below((uint64_t*)p, middle, int(at), int(unit == 8 ? bytes : 0));
@@ -198,8 +198,8 @@ private:
     const uint32_t threads = scope_part<S>().threads;
     return (threads < Group ? threads : Group) * 16;
   }
-  // The place of the calling thread's first unit, in bytes.
-  TSN_DEVICE uint32_t place() const {
+  // Byte offset of the calling thread's first unit.
+  TSN_DEVICE uint32_t offset() const {
     const uint32_t index = scope_part<S>().index;
     if (Rows == 1) return index * unit;
     return unit == 16 ? index / Group * (Group * Rows * 16) + index % Group * 16 : index * unit;
@@ -327,7 +327,7 @@ constexpr uint64_t kBulkPushFrom = 32 * 1024;
 constexpr uint64_t kBulkPullFrom = 128 * 1024;
 constexpr uint32_t kEnoughInFlight = 64 * 1024;
 
-// Modulus on which the ends of a bulk copy must agree. The hardware moves bytes to another place within a segment at
+// Modulus on which the ends of a bulk copy must agree. The hardware moves bytes to another offset within a segment at
 // half its rate or less, so `automatic` leaves such copies to the ldst engine.
 template <Engine E>
 constexpr uint64_t kBulkAlike = E == Engine::bulk ? 16 : kSegmentBytes;
@@ -372,7 +372,7 @@ constexpr bool kTileBeforeLongCopy =
     S == Scope::block && Unroll <= kFirstTileRows<S> && E != Engine::bulk && !kMayPushInBulk<S, E, Stages>;
 
 // Copies any number of bytes between any addresses, with the engine that the caller or, for `automatic`, the table
-// above chooses. By all threads of the scope, which is synchronised before; the bytes are stored when it is
+// above chooses. Called by all threads of the scope, which is synchronised before; the bytes are stored when it is
 // synchronised after. The first `done` bytes have been copied already.
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE void copy(char* dst, const char* src, uint64_t bytes, void* ring, Direction direction, uint32_t done = 0) {

@@ -32,7 +32,7 @@ TSN_DEVICE void complete_direct(const Context* ctx, int pe) {
 } // namespace detail
 
 // Orders the puts that happened before it ahead of the signals to the same PE that happen after it. On the proxy path
-// it does not wait. By one thread; pe = -1 means all PEs.
+// it does not wait. Called by one thread; pe = -1 means all PEs.
 TSN_DEVICE void fence(const Context* ctx, int pe) {
   enter<Scope::thread>(kOpFence, nullptr, 0, pe);
   const detail::Paths paths(ctx, kOpFence, pe);
@@ -68,7 +68,7 @@ TSN_DEVICE void flush_wait(const Context* ctx, uint64_t ticket) {
   if constexpr (platform::kDefersRemoteWrites) platform::flushed(ticket, true);
 }
 
-// Both at once. By one thread; pe = -1 means all PEs.
+// Both at once. Called by one thread; pe = -1 means all PEs.
 TSN_DEVICE void quiet(const Context* ctx, int pe) {
   enter<Scope::thread>(kOpQuiet, nullptr, 0, pe);
   const detail::Paths paths(ctx, kOpQuiet, pe);

@@ -7,7 +7,7 @@
 //   constexpr bool kDefersRemoteWrites      true: the platform takes whole operations away from the engines, see below
 //   constexpr uint32_t kPollsPerCheck       polls of a spin between two looks at the abort word and the clock
 //   constexpr uint32_t kWarpThreads = 32
-//   constexpr bool kHasBulk                 whether bulk copies exist; the ldst engine takes their place elsewhere
+//   constexpr bool kHasBulk                 whether bulk copies exist; otherwise the ldst engine copies
 //   constexpr bool kHasAtomic16b            whether 16 bytes can be stored as one
 //
 // Indices
@@ -90,7 +90,7 @@
 // kDefersRemoteWrites is true; elsewhere it is declared and never defined. put, put_signal, put_value, signal, atomics,
 // fence and quiet offer the whole operation first; `true` means taken: the engine then does nothing more. The caller is
 // the leader of the scope; the scope has been synchronised before. Addresses and PE are checked: `dst` is the local
-// symmetric address, `peer` the same place in the target's heap as mapped here. Only direct PEs get here,
+// symmetric address, `peer` the same offset in the target's heap as mapped here. Only direct PEs get here,
 // except for defer_fence and defer_quiet (pe = -1: all PEs), which run before the proxy's own fence or flush; with true
 // they mean that the direct path is done.
 //   bool defer_put(const Context*, void* dst, void* peer, const void* src, int64_t bytes, int pe)

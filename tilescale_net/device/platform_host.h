@@ -61,7 +61,7 @@ TSN_DEVICE uint32_t match_lanes(uint32_t lanes, uint64_t v) {
   return uint32_t(sim::api().warp(sim::WarpOp::match_any, lanes, v, 0));
 }
 TSN_DEVICE uint32_t popcount(uint32_t v) { return uint32_t(__builtin_popcount(v)); }
-// Out of line, so that the return address identifies the place of the program that the lanes share.
+// Out of line, so that the return address identifies the program location that the lanes share.
 TSN_COLD uint32_t active_lanes() { return sim::api().active_mask(__builtin_return_address(0)); }
 
 // ----------------------------------------------------------------------------------------------------------- memory

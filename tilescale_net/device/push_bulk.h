@@ -38,8 +38,8 @@ TSN_DEVICE uint32_t prologue_bytes(const void* dst, const void* src, int64_t byt
   return uint64_t(bytes) < 2 * all ? 0 : all - uint32_t(reinterpret_cast<uint64_t>(dst) + all) % kSegmentBytes;
 }
 
-// Pushes the first `prologue` of `bytes`, if PeerAccess::may_proceed() returns true. By the threads of all warps but
-// the first.
+// Pushes the first `prologue` of `bytes`, if PeerAccess::may_proceed() returns true. Called by the threads of all warps
+// but the first.
 template <int Rows>
 TSN_COLD void push_prologue(const Context* ctx, Operation operation, void* dst, const void* src, int64_t bytes, int pe,
                             const uint64_t* sig, uint32_t prologue) {

@@ -22,8 +22,8 @@ TSN_COLD void put_value_by_proxy(const Context* ctx, void* dst, uint64_t value, 
 
 } // namespace detail
 
-// Copies `bytes` from `src` to the PE's `dst`, given by its local address. By all threads of the scope with equal
-// arguments. `ring` is Stages * StageBytes bytes of shared memory for the bulk engine.
+// Copies `bytes` from `src` to the PE's `dst`, given by its local address. Called by all threads of the scope with
+// equal arguments. `ring` is Stages * StageBytes bytes of shared memory for the bulk engine.
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE void put(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
   FirstTile<S, kFirstTileRows<S>> tile(dst, src, bytes, kTileBeforeLongCopy<S, E, Unroll, Stages>);
@@ -61,7 +61,7 @@ struct Value {
   using type = T;
 };
 
-// Writes one value of 1, 2, 4 or 8 bytes. By one thread.
+// Writes one value of 1, 2, 4 or 8 bytes. Called by one thread.
 template <class T>
 TSN_DEVICE void put_value(const Context* ctx, T* dst, typename Value<T>::type value, int pe) {
   static_assert(sizeof(T) <= 8, "put_value moves up to 8 bytes");
@@ -149,7 +149,7 @@ TSN_DEVICE void push_shared(const Context* ctx, char* dst, const char* src, int6
 
 } // namespace detail
 
-// As put. By all threads of the scope with equal arguments.
+// As put. Called by all threads of the scope with equal arguments.
 template <Scope S>
 TSN_DEVICE void put_shared(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe) {
   detail::push_shared<S, SignalOp::set>(ctx, (char*)dst, (const char*)src, bytes, pe, nullptr, 0);
@@ -173,7 +173,7 @@ TSN_COLD void get_by_proxy(const Context* ctx, void* dst, const void* src, int64
 } // namespace detail
 
 // Copies `bytes` from the PE's `src`, given by its local address, to `dst`, which all threads of the scope can read on
-// return. By all threads of the scope with equal arguments; `ring` as for put.
+// return. Called by all threads of the scope with equal arguments; `ring` as for put.
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes>
 TSN_DEVICE void get(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, void* ring) {
   // Both ends have equal alignment: every heap begins on a page.

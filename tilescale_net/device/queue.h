@@ -46,7 +46,7 @@ TSN_DEVICE const QueueView* queue_view(const Context* ctx, uint32_t queue) {
   return reinterpret_cast<const QueueView*>(platform::load_invariant(&ctx->queues)) + queue;
 }
 
-// The next position of a queue. The device's own words lie at fixed places of the heap, so an atomic on them need not
+// The next position of a queue. The device's own words are at fixed offsets of the heap, so an atomic on them need not
 // wait until the queue's view has been read.
 TSN_DEVICE uint64_t* queue_head(const Context* ctx, uint32_t queue) {
   return reinterpret_cast<uint64_t*>(platform::load_invariant(&ctx->heap_base)) + kQueueWords +
@@ -70,7 +70,7 @@ struct QueuePush {
     mask = uint32_t(platform::load_invariant_here(&view->mask));
   }
 
-  // Keeps computations from the loads behind this place: after the atomic, which would otherwise wait for them.
+  // Keeps computations from later loads: after the atomic, which would otherwise wait for them.
   TSN_DEVICE void pin_loads() {
     slots = platform::opaque(slots);
     mask = platform::opaque(mask);

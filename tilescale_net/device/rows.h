@@ -156,7 +156,7 @@ TSN_DEVICE void push_rows(const Context* ctx, char* dst, const char* src, const 
 
 } // namespace detail
 
-// As put, of `rows` rows of `bytes` each. By all threads of the scope with equal arguments.
+// As put, of `rows` rows of `bytes` each. Called by all threads of the scope with equal arguments.
 template <Scope S, int Unroll>
 TSN_DEVICE void put_rows(const Context* ctx, void* dst, const void* src, int64_t rows, int64_t bytes, int64_t dst_pitch,
                          int64_t src_pitch, int pe) {

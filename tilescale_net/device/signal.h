@@ -82,7 +82,7 @@ TSN_DEVICE void put_signal_one_warp(Tile& tile, const Context* ctx, void* dst, c
 
 // Sets or adds to a signal word of the PE, after everything that the calling thread and, through barriers, others did
 // before. With `Fence` also after all earlier puts to the PE, as if fence() came first, at half its cost on the
-// direct path. By one thread.
+// direct path. Called by one thread.
 template <SignalOp Op, bool Fence = false>
 TSN_DEVICE void signal(const Context* ctx, uint64_t* sig, uint64_t value, int pe) {
   if constexpr (Fence) enter<Scope::thread>(kOpFence, nullptr, 0, pe);
@@ -100,7 +100,7 @@ TSN_DEVICE void signal(const Context* ctx, uint64_t* sig, uint64_t value, int pe
   if (scope_leader<S>()) signal<Op, Fence>(ctx, sig, value, pe);
 }
 
-// Puts `bytes` and, after their arrival, changes the PE's signal word. By all threads of the scope with equal
+// Puts `bytes` and, after their arrival, changes the PE's signal word. Called by all threads of the scope with equal
 // arguments.
 template <Scope S, Engine E, int Unroll, int Stages, int StageBytes, SignalOp Op>
 TSN_DEVICE void put_signal(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe, uint64_t* sig,

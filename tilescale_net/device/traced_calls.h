@@ -14,25 +14,25 @@ struct alignas(16) TracedCall {
   uint64_t begin_ns,
       end_ns;     // the GPU's clock; an end of 0: it has not ended, or was cut short when the job was aborted
   uint64_t word;  // address of a signal word, or kNoTracedWord
-  uint64_t value; // a wait's: wanted, and once it has ended the word as seen
+  uint64_t value; // of a wait: the value to wait for, then the word that ended the wait
   uint64_t bytes;
   uint32_t site; // number of the kernel << 16 | of the call in it
   int32_t pe;    // or -1
   uint32_t block, thread;
-  uint64_t number; // low 32 bits of the number of earlier places
+  uint64_t number; // low 32 bits of the number of earlier entries
 };
 static_assert(sizeof(TracedCall) == 64, "trace/traced_calls.py reads 64 bytes a call");
 
 // In device memory: a ring of ended calls, in which new ones overwrite the oldest. Behind it two tables for the
-// report of a hang, with a place for each warp: its last wait, and the first one cut short by an abort. Contexts hold
+// report of a hang, with an entry per warp: its last wait, and the first one cut short by an abort. Contexts hold
 // its address and, in the bits that its alignment leaves, the binary logarithm of the ring's capacity.
 struct TraceBuffer {
-  uint64_t claimed;  // places in the ring so far; some are never used
+  uint64_t claimed;  // ring entries claimed so far; some are never used
   uint64_t capacity; // of the ring, a power of two
   uint64_t reserved[14];
 };
 static_assert(sizeof(TraceBuffer) == 128, "trace/traced_calls.py expects the ring 128 bytes behind the start");
-constexpr uint32_t kTracedBlocks = 1024; // blocks this far apart share their places in the table
+constexpr uint32_t kTracedBlocks = 1024; // blocks this far apart share table entries
 constexpr uint32_t kTracedWarps = 32;
 constexpr uint64_t kLongWaitNs = 1000000; // only waits at least this long count as cut short
 #ifndef TSN_SHORT_WAIT_NS
@@ -55,8 +55,8 @@ TSN_DEVICE int64_t argument(A first, Others... others) {
 }
 
 // In four stores of 16 bytes; an assignment would take more.
-TSN_DEVICE void store(TracedCall* place, const TracedCall& call) {
-  char* at = reinterpret_cast<char*>(place);
+TSN_DEVICE void store(TracedCall* entry, const TracedCall& call) {
+  char* at = reinterpret_cast<char*>(entry);
   platform::store_pair(at, call.begin_ns, call.end_ns);
   platform::store_pair(at + 16, call.word, call.value);
   platform::store_pair(at + 32, call.bytes, (uint64_t)(uint32_t)call.pe << 32 | call.site);
@@ -78,7 +78,7 @@ struct IsVoid<void> {
 // whose begin and end the first thread of each block records; the value is the number of blocks.
 //
 // A call costs a few instructions of one thread, for which others wait. So nothing here waits for memory, except for
-// a thread's first place in the ring: later ones are claimed ahead of their call. A thread's indices are read once,
+// a thread's first ring entry: later ones are claimed ahead of their call. A thread's indices are read once,
 // because that takes the hardware tens of cycles.
 template <uint32_t Site>
 class TracedKernel {
@@ -107,12 +107,12 @@ public:
 
   TSN_DEVICE bool is_on() const { return ring_ != 0; }
 
-  // A thread that has no place yet claims one, which arrives while the call runs.
+  // A thread without an entry claims one, which arrives while the call runs.
   TSN_DEVICE void prepare() {
     if (next_ == kNone) claim();
   }
 
-  // Writes a call to its place; behind prepare.
+  // Writes a call to its entry, after prepare.
   TSN_DEVICE void write(TracedCall call) {
     call.number = next_;
     detail::store(&ring()[next_ & (capacity() - 1)], call);
@@ -125,7 +125,7 @@ public:
   TSN_DEVICE uint32_t block() const { return block_; }
   TSN_DEVICE uint32_t thread() const { return thread_; }
 
-  // This warp's place in one of the tables.
+  // This warp's entry in one of the tables.
   TSN_DEVICE TracedCall* wait_of_warp(uint32_t table) const {
     const uint32_t warp = thread_ / platform::kWarpThreads % kTracedWarps;
     return ring() + capacity() + (table * kTracedBlocks + block_ % kTracedBlocks) * kTracedWarps + warp;
@@ -194,9 +194,9 @@ private:
     return call;
   }
 
-  // A wait's value is the seen one; if cut short, the wanted one.
+  // The value of a wait is the word that ended it, or the awaited value if an abort cut it short.
   TSN_DEVICE void ends(TracedCall call, uint64_t value, const Context* ctx) const {
-    const uint64_t wanted = call.value;
+    const uint64_t awaited = call.value;
     call.value = value;
     if (!Waits || S == Scope::block || call.end_ns - call.begin_ns >= kShortWaitNs) {
       kernel.write(call);
@@ -207,7 +207,7 @@ private:
       if (TSN_UNLIKELY(call.end_ns - call.begin_ns > kLongWaitNs) && aborted(ctx))
         if (TracedCall* cut = kernel.wait_of_warp(1); cut->site == 0) {
           call.end_ns = 0;
-          call.value = wanted;
+          call.value = awaited;
           detail::store(cut, call);
         }
     }
@@ -221,7 +221,7 @@ TSN_DEVICE Traced<Site, S, Waits, Pe, Word, Value, Bytes, Rows, K, F> traced(K& 
 
 } // namespace tsn
 
-// TSN_TRACE_KERNEL is given with the kernel.
+// TSN_TRACE_KERNEL is set with the kernel.
 #define TSN_TRACED_KERNEL(site) tsn::TracedKernel<(uint32_t(TSN_TRACE_KERNEL) << 16) | (site)> tsn_traced
 #define TSN_TRACED(site, scope, waits, pe, word, value, bytes, rows, ...)                                              \
   tsn::traced<(uint32_t(TSN_TRACE_KERNEL) << 16) | (site), scope, waits, pe, word, value, bytes, rows>(                \

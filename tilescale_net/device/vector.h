@@ -48,8 +48,8 @@ TSN_COLD void report_puts(const Context* ctx, void* dst, int64_t bytes, int pes)
 
 } // namespace detail
 
-// Writes 16 bytes of registers to the PE's `dst`, given by its local address. By one thread. A PE that is not mapped is
-// an error.
+// Writes 16 bytes of registers to the PE's `dst`, given by its local address. Called by one thread. A PE that is not
+// mapped is an error.
 TSN_DEVICE void put_vector(const Context* ctx, void* dst, const void* src, int64_t bytes, int pe) {
   const PeerAccess access(ctx, pe);
   if (TSN_UNLIKELY(!access.validate<Scope::thread>(kOpPut, dst, bytes) || access.aborted)) return;
@@ -65,7 +65,7 @@ TSN_DEVICE void put_vector(const Context* ctx, void* dst, const void* src, int64
 // Writes vectors to PEs first, first + 1, … of Pes, wrapping to 0, each to its `dst`: the only one of `src`, or one
 // after the other of Pes. All context fields are loaded before the first is sent and shared by later calls, at
 // addresses that depend on nothing: with one put per PE, each would wait for its loads behind the check of the
-// previous one. `first` is one of the Pes. By one thread.
+// previous one. `first` is one of the Pes. Called by one thread.
 template <int Pes, int Rows>
 TSN_DEVICE void put_vectors(const Context* ctx, void* dst, const void* src, int64_t bytes, int first) {
   static_assert(Rows == 1 || Rows == Pes, "one vector for all PEs, or one for each");
@@ -105,8 +105,8 @@ TSN_DEVICE void put_vectors(const Context* ctx, void* dst, const void* src, int6
   }
 }
 
-// Waits until Rows vectors, `pitch` bytes apart, have arrived, returns them and clears their memory. By one thread.
-// Ends early, with the words that have arrived, if the job is aborted or the deadline passes.
+// Waits until Rows vectors, `pitch` bytes apart, have arrived, returns them and clears their memory. Called by one
+// thread. Ends early, with the words that have arrived, if the job is aborted or the deadline passes.
 template <int Rows>
 TSN_DEVICE void take_vectors(const Context* ctx, void* dst, void* src, int64_t pitch) {
   Vec16 v[Rows];

@@ -56,7 +56,7 @@ inline uint64_t tsn_warp(tsn::sim::WarpOp op, unsigned mask, uint64_t value, uns
   return tsn::sim::api().warp(op, mask, value, argument);
 }
 inline void __syncwarp(unsigned mask = 0xffffffffu) { tsn_warp(tsn::sim::WarpOp::sync, mask, 0, 0); }
-// Lanes that wait here, at the same place of the program, count as converged.
+// Lanes that wait here, at the same program location, count as converged.
 __attribute__((noinline)) inline unsigned __activemask() {
   return tsn::sim::api().active_mask(__builtin_return_address(0));
 }
@@ -163,7 +163,7 @@ TSN_STORE(__stwt)
 template <typename T>
 inline T __ldg(const T* p) {
   if (tsn::sim::in_symmetric_heap(p))
-    tsn::sim::api().trap("__ldg of symmetric memory: the read-only cache may hold what was there before a peer wrote; "
+    tsn::sim::api().trap("__ldg of symmetric memory: the read-only cache may hold data from before a peer's write; "
                          "load it plainly, or with N.ld");
   tsn::sim::note_load(p, sizeof(T), "memory by __ldg");
   return *p;

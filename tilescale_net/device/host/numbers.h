@@ -16,7 +16,7 @@ using int4_t = int4;
 
 namespace cutlass {
 
-// A 16-bit number kept as CUDA's type `Raw`.
+// A 16-bit number stored as CUDA's type `Raw`.
 template <typename Raw>
 struct Number16 {
   Raw raw;
@@ -67,7 +67,7 @@ using cutlass::half_t;
 
 namespace tl {
 
-// An 8-bit float kept as CUDA's type `Raw`; conversions to it saturate.
+// An 8-bit float stored as CUDA's type `Raw`; conversions to it saturate.
 template <typename Raw>
 struct Number8 {
   Raw raw;
@@ -118,19 +118,19 @@ using fp8_e4_t = tl::float_e4m3_t;
 using fp8_e5_t = tl::float_e5m2_t;
 using fp8_e8_t = __nv_fp8_e8m0;
 
-template <typename Vector, typename Element, typename... Given>
-inline Vector tsn_vector_of(Given... given) {
-  const Element elements[] = {static_cast<Element>(given)...};
-  static_assert(sizeof(elements) == sizeof(Vector), "a vector is given all of its elements");
+template <typename Vector, typename Element, typename... Values>
+inline Vector tsn_vector_of(Values... values) {
+  const Element elements[] = {static_cast<Element>(values)...};
+  static_assert(sizeof(elements) == sizeof(Vector), "a vector takes all of its elements");
   Vector vector;
   memcpy(&vector, elements, sizeof(Vector));
   return vector;
 }
 
 #define TSN_FP8_MAKE(name, n)                                                                                          \
-  template <typename... Given>                                                                                         \
-  inline name##_##n##_t make_##name##_##n##_t(Given... given) {                                                        \
-    return tsn_vector_of<name##_##n##_t, name##_t>(given...);                                                          \
+  template <typename... Values>                                                                                        \
+  inline name##_##n##_t make_##name##_##n##_t(Values... values) {                                                      \
+    return tsn_vector_of<name##_##n##_t, name##_t>(values...);                                                         \
   }
 #define TSN_FP8_VECTORS(name)                                                                                          \
   struct alignas(2) name##_2_t {                                                                                       \

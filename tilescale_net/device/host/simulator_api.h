@@ -134,7 +134,7 @@ constexpr uint32_t bytes_of(Number n) {
 struct RemoteOperation {
   const char* name;   // the primitive
   void* destination;  // local symmetric address; null for a bare signal
-  void* peer;         // the same place in the target's heap
+  void* peer;         // the same offset in the target's heap
   const void* source; // null: the data are the low bytes of `value`
   int64_t bytes;
   uint64_t value;   // of the signal, or of put_value
@@ -177,7 +177,7 @@ struct Call {
 enum class WordAccess : uint32_t { read, write, update };
 
 // How such an access orders threads within its scope. A relaxed one has neither: a fence before a write, or after a
-// read, of the same thread takes its place.
+// read, of the same thread replaces it.
 struct Ordering {
   bool acquires, releases;
   uint32_t scope;     // MemScope of types.h
@@ -191,9 +191,10 @@ struct Written {
 };
 
 struct RemoteApi {
-  // By every thread of the scope, before the scope meets: its next barrier finds threads that call something else.
+  // Called by every thread of the scope, before the scope meets: its next barrier finds threads that call something
+  // else.
   void (*announce)(const Call&);
-  // By the leader, after the scope has met: checks and records the call's accesses.
+  // Called by the leader, after the scope has met: checks and records the call's accesses.
   void (*begin)(const Call&);
   // A wait or test has seen its signal.
   void (*waited)(const uint64_t* signal);

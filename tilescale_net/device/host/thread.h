@@ -128,8 +128,8 @@ inline void word_access(const void* address, uint64_t bytes, WordAccess access, 
   if (self().followed) api().remote->word(address, bytes, access, ordering, written);
 }
 
-// A load in a loop with an empty body that ends when `goes_on` refuses the value. The thread then knows only what all
-// values that end the loop show: another schedule may give another one.
+// A load in a loop with an empty body that ends when `goes_on` returns false for the value. The thread then knows only
+// what all values that end the loop show: another schedule may give another one.
 template <typename L, typename C>
 inline auto poll(L load, C goes_on) {
   Thread& t = self();

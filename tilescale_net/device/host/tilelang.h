@@ -282,14 +282,14 @@ inline void scan_line(const T* in, T* out, int n, int in_stride, int out_stride)
   const int lane = static_cast<int>(threadIdx.x) % Segment;
   T carry = Reducer::template identity<T>();
   for (int done = 0; done < n; done += Segment) {
-    const int place = done + lane, i = reverse ? n - 1 - place : place;
-    T value = place < n ? tsn_load(in + i * in_stride) : Reducer::template identity<T>();
+    const int index = done + lane, i = reverse ? n - 1 - index : index;
+    T value = index < n ? tsn_load(in + i * in_stride) : Reducer::template identity<T>();
     for (int distance = 1; distance < Segment; distance *= 2) {
       const T other = shfl_up_sync(0xffffffffu, value, distance);
       if (lane >= distance) value = Reducer()(other, value);
     }
     value = Reducer()(carry, value);
-    if (place < n) tsn_store(out + i * out_stride, value);
+    if (index < n) tsn_store(out + i * out_stride, value);
     carry = shfl_sync(0xffffffffu, value, Segment - 1);
   }
 }
@@ -354,9 +354,9 @@ inline void store_global_256(T* p, V value) {
 } // namespace tl
 
 // Printing and assertions.
-inline void tsn_print_value(const char* message, const char* what, double value) {
+inline void tsn_print_value(const char* message, const char* label, double value) {
   tsn_print("%s [block %u,%u,%u thread %u,%u,%u] %s%.9g", message, blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x,
-            threadIdx.y, threadIdx.z, what, value);
+            threadIdx.y, threadIdx.z, label, value);
 }
 template <typename T>
 inline void debug_print_var(const char* message, T value) {
@@ -366,9 +366,9 @@ inline void debug_print_var(const char* message, T value) {
 }
 template <typename T>
 inline void debug_print_buffer_value(const char* message, const char* name, int i, T value) {
-  char what[96];
-  snprintf(what, sizeof(what), "%s[%d] = ", name, i);
-  tsn_print_value(message, what, static_cast<double>(static_cast<float>(value)));
+  char label[96];
+  snprintf(label, sizeof(label), "%s[%d] = ", name, i);
+  tsn_print_value(message, label, static_cast<double>(static_cast<float>(value)));
 }
 inline void debug_print_msg(const char* message) {
   tsn_print("%s [block %u,%u,%u thread %u,%u,%u]", message, blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x,
