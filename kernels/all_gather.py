@@ -225,10 +225,7 @@ class AllGather(Exchange):
                 launch = self.prepared(
                     (by_vectors, in_place, staged), lambda: self._new_launch(by_vectors, in_place, staged)
                 )
-            again = functools.partial(launch, tag)
-            self._launch_checked(again, *tensors)
-            if key is not None:
-                self._again[key] = noted, again
+            self._launch_and_remember(key, noted, functools.partial(launch, tag), *tensors)
         return out
 
     def _new_launch(self, by_vectors: bool, in_place: bool, staged: bool) -> Launch:

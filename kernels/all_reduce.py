@@ -90,7 +90,7 @@ class AllReduce(Collective):
             way = "auto" if once_per_node else "push"
             reduce = ReduceScatter(threads=threads, blocks=blocks, algorithm=way, group=self._world)
             gather = AllGather(threads=threads, blocks=blocks, once_per_node=once_per_node, group=self._world)
-            self._parts = reduce.tracked_by(self._call_track), gather.tracked_by(self._call_track)
+            self._parts = self._use(reduce), self._use(gather)
             # Between two PEs, whole tensors send as many bytes as parts.
             most = MOST_BYTES if self.n_pes == 2 else MOST_BYTES_PER_RANK
             self._buffers = Buffers(self, False, min(most, self.staging_bytes) if algorithm == "auto" else 0)
@@ -252,10 +252,3 @@ class AllReduce(Collective):
         whole[: out.numel()].copy_(x)
         self._by_parts(whole, whole)
         out.copy_(whole[: out.numel()])
-
-    def free(self) -> None:
-        """Free the symmetric memory. Collective; do not call the object afterwards."""
-        self._check_alive()
-        for collective in self._parts or ():
-            collective.free()
-        super().free()

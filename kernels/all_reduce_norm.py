@@ -358,10 +358,8 @@ def all_reduce_norm(
                         if shots > 0 and (shots < 2 or not top_k):
                             N.put_vectors(
                                 inbox[half, 0, me, r * width + i, 0:vector],
-                                got[0:n_pes, 0:vector] if shots == 2 else own[h, 0:vector],
-                                n_pes,
-                                (me + 1) % n_pes,
-                            )
+                                got[0:n_pes, 0:vector] if shots == 2 else own[h, 0:vector], n_pes, (me + 1) % n_pes,
+                            )  # fmt: skip
                         if shots == 2 and top_k:  # one after the other, because a sum takes registers
                             for hop in T.serial(n_pes):
                                 of = (me + hop + 1) % n_pes * part + r
@@ -386,11 +384,9 @@ def all_reduce_norm(
                             add_rows(own, h, got, 0, n_pes, dtype)
                             if shots == 2:
                                 N.put_vectors(
-                                    inbox[half, 1, me, r * width + i, 0:vector],
-                                    own[h, 0:vector],
-                                    n_pes,
+                                    inbox[half, 1, me, r * width + i, 0:vector], own[h, 0:vector], n_pes,
                                     (me + 1) % n_pes,
-                                )
+                                )  # fmt: skip
                     if turn == 0:
                         T.sync_threads()
                         all_agree(agreed, agrees, n_pes)
@@ -622,7 +618,7 @@ class AllReduceNorm(Collective):
         # Bytes up to which one shot is faster, measured on two and on four H100; a row at least.
         self._one_shot_bytes = max(self.LARGEST_ROW, (4 << 20) if self.n_pes == 2 else (5 << 20) // self.n_pes)
         if self.needs_symmetric_source:
-            self._all_reduce = AllReduce(threads=threads, blocks=blocks, group=self._world).tracked_by(self._call_track)
+            self._all_reduce = self._use(AllReduce(threads=threads, blocks=blocks, group=self._world))
         capacity = {1: self._one_shot_bytes, 2: -(-self.LARGEST_CALL // self.n_pes) + self.LARGEST_ROW}
         if self._all_reduce is not None or self.n_pes == 1:
             capacity |= {1: 0, 2: 0}
@@ -1046,13 +1042,6 @@ class AllReduceNorm(Collective):
             )
         if tensor.data_ptr() % VECTOR_BYTES:
             raise ValueError(f"{self.name}: {name} must begin at a multiple of {VECTOR_BYTES} bytes")
-
-    def free(self) -> None:
-        """Free the symmetric memory. Collective; do not call the object afterwards."""
-        self._check_alive()
-        if self._all_reduce is not None:
-            self._all_reduce.free()
-        super().free()
 
 
 def scales_like(x: torch.Tensor, rows: int, hidden: int, by: str, layout: str) -> torch.Tensor:

@@ -158,11 +158,9 @@ def all_reduce_push(n_pes, dtype, capacity, shots, aligned=True, batch=1, thread
                     i = first + u * workers
                     if i < part:
                         N.put_vectors(
-                            inbox[half, 0, me, i, 0:vector],
-                            loaded[u * parts : u * parts + parts, 0:vector],
-                            n_pes,
+                            inbox[half, 0, me, i, 0:vector], loaded[u * parts : u * parts + parts, 0:vector], n_pes,
                             (me + 1) % n_pes,
-                        )
+                        )  # fmt: skip
                 for u in T.unroll(batch):
                     i = first + u * workers
                     if i < part:
@@ -253,14 +251,9 @@ def _row(name: str, shots: int, capacity: Callable[[Any], int], auto_up_to: Call
         }
 
     return Algorithm(
-        name,
-        functools.partial(_launch, shots),
-        capacity,
-        buffers,
-        lambda op: {"calls": _geometry(op)[1]},
-        auto_up_to,
+        name, functools.partial(_launch, shots), capacity, buffers, lambda op: {"calls": _geometry(op)[1]}, auto_up_to,
         dtypes=DTYPES,
-    )
+    )  # fmt: skip
 
 
 ONE_SHOT = _row("one_shot", 1, _one_shot_bytes, _one_shot_bytes)

@@ -280,10 +280,7 @@ class AllToAll(Exchange):
             else:
                 by_vectors = self._by_vectors(x, out, part)
                 launch = self.prepared((by_vectors, staged), lambda: self._new_launch(by_vectors, staged))
-            again = functools.partial(launch, tag)
-            self._launch_checked(again, *tensors)
-            if key is not None:
-                self._again[key] = noted, again
+            self._launch_and_remember(key, noted, functools.partial(launch, tag), *tensors)
 
     def _new_launch(self, by_vectors: bool, staged: bool) -> Launch:
         if by_vectors:

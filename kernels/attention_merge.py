@@ -209,10 +209,8 @@ def attention_merge(n_pes, dtype, heads, dim, all_heads=False, shots=1, base_2=F
                             if i < group * width and r < rows:
                                 N.put_vectors(
                                     inbox[half, 0, me, r * width + i % width, 0:vector],
-                                    loaded[u * sent : u * sent + sent, 0:vector],
-                                    n_pes,
-                                    (me + 1) % n_pes,
-                                )
+                                    loaded[u * sent : u * sent + sent, 0:vector], n_pes, (me + 1) % n_pes,
+                                )  # fmt: skip
                     for u in T.unroll(per_thread):
                         i = u * workers + thread
                         r = first + i // width
@@ -244,18 +242,14 @@ def attention_merge(n_pes, dtype, heads, dim, all_heads=False, shots=1, base_2=F
                         whole[u, LSE] = row_lse
                         if shots == 2:
                             N.put_vectors(
-                                inbox[half, 1, me, r * width + i % width, 0:vector],
-                                merged[u, 0:vector],
-                                n_pes,
+                                inbox[half, 1, me, r * width + i % width, 0:vector], merged[u, 0:vector], n_pes,
                                 (me + 1) % n_pes,
-                            )
+                            )  # fmt: skip
                             if i % width == 0:
                                 N.put_vectors(
-                                    lse_inbox[half, 1, me, r, 0:LSE_WORDS],
-                                    whole[u, 0:LSE_WORDS],
-                                    n_pes,
+                                    lse_inbox[half, 1, me, r, 0:LSE_WORDS], whole[u, 0:LSE_WORDS], n_pes,
                                     (me + 1) % n_pes,
-                                )
+                                )  # fmt: skip
                         elif agreed != 0:
                             for v in T.vectorized(vector):
                                 out[r // own, r % own, i % width, v] = merged[u, v]
@@ -341,11 +335,9 @@ class AttentionMerge(Collective):
                 "inbox": ((self.n_pes * room * VECTOR_BYTES,), torch.uint8),
             }
             if all_heads:
-                self._gather = AllGather(threads=threads, blocks=blocks, group=self._world).tracked_by(self._call_track)
+                self._gather = self._use(AllGather(threads=threads, blocks=blocks, group=self._world))
             else:
-                self._exchange = AllToAll(threads=threads, blocks=blocks, group=self._world).tracked_by(
-                    self._call_track
-                )
+                self._exchange = self._use(AllToAll(threads=threads, blocks=blocks, group=self._world))
         else:
             shots = 2 if all_heads else 1
             specs = {
@@ -497,11 +489,3 @@ class AttentionMerge(Collective):
         return tuple(
             inbox.view(dtype).view(1, 1, self.n_pes, size // VECTOR_BYTES, -1) for dtype in (x.dtype, torch.float32)
         )
-
-    def free(self) -> None:
-        """Free the symmetric memory. Collective; do not call the object afterwards."""
-        self._check_alive()
-        for collective in (self._gather, self._exchange):
-            if collective is not None:
-                collective.free()
-        super().free()

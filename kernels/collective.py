@@ -473,6 +473,7 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         self._again: dict[Hashable, tuple[tuple, Callable[..., Any]]] = {}
         self._mismatch: tsn.RankMismatch | None = None  # raised by every call
         self._owned: list[torch.Tensor] = []
+        self._used: list[Collective] = []
         self._counters: list[torch.Tensor] = []
         self._members = self._world.control.members
         if len(self._members) < self.n_pes and not self.allows_partial_membership:
@@ -516,6 +517,11 @@ class Collective(MadeByRanks, metaclass=_Constructed):
             self._release()
             raise
 
+    def _use(self, other: _Object) -> _Object:
+        """Use another collective in calls of this one, which frees it."""
+        self._used.append(other.tracked_by(self._call_track))
+        return other
+
     def tracked_by(self: _Object, calls: "Track") -> _Object:
         """Use this object within calls of another object, which are logged in `calls`."""
         self._call_track.outer = calls
@@ -545,6 +551,8 @@ class Collective(MadeByRanks, metaclass=_Constructed):
     def free(self) -> None:
         """Free the symmetric memory. Collective; do not call the object afterwards."""
         self._check_alive()
+        for other in self._used:
+            other.free()
         self._call_track.note("free()")
         self._release()
 
@@ -738,6 +746,14 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         self._call_track.note(*noted)
         self._launch_checked(launch, *tensors)
         return True
+
+    def _launch_and_remember(
+        self, key: Hashable, noted: tuple, launch: Callable[..., Any], *tensors: torch.Tensor
+    ) -> None:
+        """`_launch_checked`, for `_made_again` of later calls with this key."""
+        self._launch_checked(launch, *tensors)
+        if key is not None:
+            self._again[key] = noted, launch
 
     def _agree_on_offsets(self, describe: str, *arguments, offsets: list[int | None]) -> tuple[bool, int, tuple]:
         """As `_agree`; also whether kernels may use tensors in place, in the memory of all PEs.

@@ -110,12 +110,9 @@ def packets(
                             packet[pe, thread % share, v] = T.cast(0, dtype)
                 if pe != me:
                     N.put_signal_thread(
-                        values[half, me, i, 0:width],
-                        packet[pe, thread % share, 0:width],
-                        pe,
-                        flags[half, me, i, 1],
+                        values[half, me, i, 0:width], packet[pe, thread % share, 0:width], pe, flags[half, me, i, 1],
                         call_word(call, tag),
-                    )
+                    )  # fmt: skip
             if announces:
                 if thread < n_pes:
                     joins[thread] = 1

@@ -506,9 +506,7 @@ class ReduceScatter(Parted):
             return out
         if self._buffers.holds(out.nbytes):
             again = functools.partial(self._buffers.launch(out, x, out.dtype), tag)
-            self._launch_checked(again, out, x)
-            if key is not None:
-                self._again[key] = noted, again
+            self._launch_and_remember(key, noted, again, out, x)
         elif mapped and self._algorithm != "push":
             again = functools.partial(self.prepared(out.dtype, lambda: self._new_pull(out.dtype)), tag)
             result = out if is_aligned(VECTOR_BYTES, out) else torch.empty_like(out)

@@ -6,7 +6,6 @@ import enum
 import functools
 import inspect
 import itertools
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from tilescale_net.kernels.collective import BufferSpecs, Collective
 from tilescale_net.kernels.moe.buffers import Arena, arena_bytes, divide, heap_bytes, make, world_with_room
 from tilescale_net.kernels.moe.checks import ArgumentChecks, ArgumentError, CombineCall, DispatchCall, Phase, Status
 from tilescale_net.kernels.moe.config import Tuning, chosen, configure, reject_slower_combine
-from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending, Rows
+from tilescale_net.kernels.moe.handle import Choices, Dispatched, Handle, Pending, Rows, former_name
 from tilescale_net.kernels.moe.layout import NodeSizes, as_argument
 from tilescale_net.kernels.moe.tiles import Tiles
 from tilescale_net.runtime import groups, tuned
@@ -730,17 +729,8 @@ class AllToAll(Collective):
         """Whether the object is alive and idle, with the ranks of the job."""
         return not self._machine.pending and self._members is self._world.control.members and bool(self._owned)
 
-    @property
-    def under_way(self) -> tuple[str, ...]:
-        """Former name of `in_flight`."""
-        warnings.warn("AllToAll.under_way is called in_flight now", DeprecationWarning, stacklevel=2)
-        return self.in_flight
-
-    @property
-    def mask(self) -> tuple[bool, ...]:
-        """Former name of `active_mask`."""
-        warnings.warn("AllToAll.mask is called active_mask now", DeprecationWarning, stacklevel=2)
-        return self.active_mask
+    under_way = former_name("AllToAll", "under_way", "in_flight")
+    mask = former_name("AllToAll", "mask", "active_mask")
 
     @property
     def meets_first(self) -> bool:

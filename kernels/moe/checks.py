@@ -251,12 +251,7 @@ class ArgumentChecks:
             call.choices = self._within_capacity(topk_idx, weights, call.cleared, call.mask)
         if call.out is not None:
             call.out = self._output(call.out)
-        if call.blocks is None:
-            call.blocks = self._blocks
-        else:
-            self._check_blocks(call.blocks)
-        if call.waited is not None:
-            self._check_waited(call.waited)
+        self._check_launch(call)
         if call.totals is not None and not self.are_totals(call.totals):
             if self._capabilities.reuses_plan:
                 raise ArgumentError("totals", TypeError("totals goes with latency mode"))
@@ -297,12 +292,7 @@ class ArgumentChecks:
             check_tensor("out", call.out, self._device, self._sum_dtypes, shape)
         if call.name == "combine_values":
             self._check_values(call.values, y)
-        if call.blocks is None:
-            call.blocks = self._blocks
-        else:
-            self._check_blocks(call.blocks)
-        if call.waited is not None:
-            self._check_waited(call.waited)
+        self._check_launch(call)
 
     def _rows(self, x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`x` of dispatch as (rows, scales or None)."""
@@ -357,6 +347,17 @@ class ArgumentChecks:
             self._ones = most[:tokens]
         return self._ones
 
+    def _check_launch(self, call: DispatchCall | CombineCall) -> None:
+        """Check `waited` and `blocks`, and fill in the default."""
+        if call.blocks is None:
+            call.blocks = self._blocks
+        else:
+            self._check_blocks(call.blocks)
+        if call.waited is not None:
+            if self._capabilities.reuses_plan:
+                raise ArgumentError("waited", TypeError("waited goes with latency mode"))
+            check_tensor("waited", call.waited, self._device, (torch.int64,), (self._c.ranks,), alignment=8)
+
     def _check_blocks(self, blocks: Any) -> None:
         most = self._blocks
         least = 2 if self._capabilities.reuses_plan else 1
@@ -368,11 +369,6 @@ class ArgumentChecks:
                 f"blocks is {blocks}, whose shared memory has room for the choices of {tokens} tokens; max_tokens is "
             )
             raise ArgumentError("blocks", ValueError(f"{text}{self._c.max_tokens}: give more blocks"))
-
-    def _check_waited(self, waited: Any) -> None:
-        if self._capabilities.reuses_plan:
-            raise ArgumentError("waited", TypeError("waited goes with latency mode"))
-        check_tensor("waited", waited, self._device, (torch.int64,), (self._c.ranks,), alignment=8)
 
     def _choices_of_mask(self, tokens: int, mask: Any) -> torch.Tensor:
         """Choices that send each token to the ranks in its row of `mask`: the first expert of each rank."""

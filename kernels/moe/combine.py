@@ -222,11 +222,9 @@ def send_rows(s, own, dst, offsets, chunk, first: T.Ref, target: T.Ref, lane):
     """Sum the rows of a chunk straight into rows `first` … of `dst` at `target`, a mapped rank."""
     if s.unchanged:
         N.put_warp(
-            dst.rows[first, 0],
-            own.y[offsets.base[chunk.peer] + chunk.c * chunk.size, 0],
-            target,
+            dst.rows[first, 0], own.y[offsets.base[chunk.peer] + chunk.c * chunk.size, 0], target,
             count=chunk.n * s.hidden,
-        )
+        )  # fmt: skip
     else:
         remote = dst.at(s, target)
         for q in T.serial(chunk.n):
@@ -738,12 +736,9 @@ def sum_combined(
             base, before, received, peer_first = shared_ints(4, R)
             offsets = SlotOffsets(received, base, before, peer_first)
             mem = CombineTensors(
-                own=LocalContribution(y, row_weight, None, records),
-                result=Result(out, bias_0, bias_1, None),
-                slots=SummedRows(slots, slot_scales, None),
-                arrived=arrived,
-                token_slot=token_slot,
-            )
+                own=LocalContribution(y, row_weight, None, records), result=Result(out, bias_0, bias_1, None),
+                slots=SummedRows(slots, slot_scales, None), arrived=arrived, token_slot=token_slot,
+            )  # fmt: skip
             thread = T.get_thread_binding()
             lane = thread % 32
             me = T.alloc_var("int32", N.my_pe())

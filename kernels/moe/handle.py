@@ -20,6 +20,16 @@ from tilescale_net.runtime.launch_args import constant, empty_factory, native_av
 Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
+def former_name(owner: str, old: str, new: str) -> property:
+    """A deprecated alias of an attribute."""
+
+    def get(self: Any) -> Any:
+        warnings.warn(f"{owner}.{old} is called {new} now", DeprecationWarning, stacklevel=2)
+        return getattr(self, new)
+
+    return property(get, doc=f"Former name of `{new}`.")
+
+
 class _Filled:
     """Base of plans that a dispatch fills. Only `in_flight` changes; it is no field, so a copy is not in flight."""
 
@@ -246,11 +256,7 @@ class Dispatched:
         """The dropped choices of this rank's tokens: bool [tokens, top_k]; None without an `expert_capacity`."""
         return self.handle.dropped
 
-    @property
-    def refused(self) -> torch.Tensor | None:
-        """Former name of `rejected`."""
-        warnings.warn("Dispatched.refused is called rejected now", DeprecationWarning, stacklevel=2)
-        return self.rejected
+    refused = former_name("Dispatched", "refused", "rejected")
 
 
 class DispatchedByPlan(Dispatched):
@@ -497,12 +503,9 @@ def metadata(handle: Handle) -> Metadata:
     weights = records[:, top_k : 2 * top_k].contiguous().view(torch.float32)
     return Metadata(
         totals[at.by_source : at.sent_before].view(experts // ranks, ranks),
-        torch.where(exists, records[:, 2 * top_k], -1),
-        torch.where(exists, source, -1).to(torch.int32),
-        torch.where(here, expert, -1),
-        torch.where(here, weights, 0.0),
-        torch.where(here, landing, -1),
-    )
+        torch.where(exists, records[:, 2 * top_k], -1), torch.where(exists, source, -1).to(torch.int32),
+        torch.where(here, expert, -1), torch.where(here, weights, 0.0), torch.where(here, landing, -1),
+    )  # fmt: skip
 
 
 def _of_experts(received: ReceivedRows) -> Metadata:

@@ -158,11 +158,9 @@ def put_part(s, mem, stage_row, slot: T.Ref, part: T.Ref, end: T.Ref, call: T.Re
             count=(end * width + 127) // 128 - begin * width // 128,
         )  # fmt: skip
         N.put_warp(
-            mem.slots.rows[slot, begin * width],
-            mem.staged.rows[stage_row, begin * width],
-            peer,
+            mem.slots.rows[slot, begin * width], mem.staged.rows[stage_row, begin * width], peer,
             count=(end - begin) * width,
-        )
+        )  # fmt: skip
         N.signal_warp(mem.arrived[slot, part], call, peer)
     else:
         N.put_signal_warp(

@@ -923,17 +923,9 @@ def plan_nodes(ranks, experts, nodes, slots, max_tokens, blocks, threads, absent
             thread_counts = T.alloc_shared((threads,), "int32")
             route = Route(at, plan, node_map, node_plan)
             mem = NodePlanTensors(
-                token_slot,
-                send_row,
-                totals,
-                totals_at,
-                heads_out,
-                heads_in,
-                pairs_out,
-                pairs_in,
-                heads_arrived,
+                token_slot, send_row, totals, totals_at, heads_out, heads_in, pairs_out, pairs_in, heads_arrived,
                 thread_counts,
-            )
+            )  # fmt: skip
             thread = T.get_thread_binding()
             node = T.alloc_var("int32", at.of.node_of(N.my_pe()))
             call = T.alloc_var("uint64", calls[block] + T.uint64(1))

@@ -37,7 +37,10 @@ from tilescale_net.runtime.simulator import SimulatorMemory
 from tilescale_net.runtime.world import World
 
 # What answers in a child too: it asks nobody, and launches nothing.
-LOCAL = {"heap_offset", "aligned_offset", "place", "place_of_vectors", "tracked_by", "ordered_by", "counters", "allocate", "replace", "prepared"}
+LOCAL = {
+    "heap_offset", "aligned_offset", "place", "place_of_vectors", "tracked_by", "ordered_by", "counters", "allocate", "replace",
+    "prepared",
+}  # fmt: skip
 LOCAL_OF = {
     AllToAll: {"heap_bytes", "arena_bytes", "checked_list", "kernels_of_tiles", "adds_to", "takes"},
     AllReduce: {"is_faster_overwritten", "is_copied_in_pieces"},

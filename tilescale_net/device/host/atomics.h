@@ -102,30 +102,18 @@ inline R atomic_add_vector(T* p, const V& value, int order) {
 }
 template <typename T, int n>
 struct VectorOf;
-template <>
-struct VectorOf<float, 2> {
-  using type = float2;
-};
-template <>
-struct VectorOf<float, 4> {
-  using type = float4;
-};
-template <>
-struct VectorOf<half_t, 2> {
-  using type = half2;
-};
-template <>
-struct VectorOf<bfloat16_t, 2> {
-  using type = __nv_bfloat162;
-};
-template <>
-struct VectorOf<half_t, 4> {
-  using type = uint2;
-};
-template <>
-struct VectorOf<bfloat16_t, 4> {
-  using type = uint2;
-};
+#define TSN_VECTOR_OF(T, n, Vector)                                                                                    \
+  template <>                                                                                                          \
+  struct VectorOf<T, n> {                                                                                              \
+    using type = Vector;                                                                                               \
+  };
+TSN_VECTOR_OF(float, 2, float2)
+TSN_VECTOR_OF(float, 4, float4)
+TSN_VECTOR_OF(half_t, 2, half2)
+TSN_VECTOR_OF(bfloat16_t, 2, __nv_bfloat162)
+TSN_VECTOR_OF(half_t, 4, uint2)
+TSN_VECTOR_OF(bfloat16_t, 4, uint2)
+#undef TSN_VECTOR_OF
 } // namespace sim
 } // namespace tsn
 #define TSN_TL_VECTOR(n)                                                                                               \

@@ -14,6 +14,13 @@
 #define ushort unsigned short
 using int4_t = int4;
 
+#define TSN_OPERATOR(Number, op, R)                                                                                    \
+  friend R operator op(Number a, Number b) { return R(static_cast<float>(a.raw) op static_cast<float>(b.raw)); }
+#define TSN_OPERATORS(N)                                                                                               \
+  TSN_OPERATOR(N, +, N)                                                                                                \
+  TSN_OPERATOR(N, -, N) TSN_OPERATOR(N, *, N) TSN_OPERATOR(N, /, N) TSN_OPERATOR(N, <, bool) TSN_OPERATOR(N, >, bool)  \
+      TSN_OPERATOR(N, <=, bool) TSN_OPERATOR(N, >=, bool) TSN_OPERATOR(N, ==, bool) TSN_OPERATOR(N, !=, bool)
+
 namespace cutlass {
 
 // A 16-bit number stored as CUDA's type `Raw`.
@@ -42,19 +49,7 @@ struct Number16 {
   Number16& operator*=(Number16 b) { return *this = *this * b; }
   Number16& operator/=(Number16 b) { return *this = *this / b; }
 
-#define TSN_OPERATOR(op, R)                                                                                            \
-  friend R operator op(Number16 a, Number16 b) { return R(static_cast<float>(a.raw) op static_cast<float>(b.raw)); }
-  TSN_OPERATOR(+, Number16)
-  TSN_OPERATOR(-, Number16)
-  TSN_OPERATOR(*, Number16)
-  TSN_OPERATOR(/, Number16)
-  TSN_OPERATOR(<, bool)
-  TSN_OPERATOR(>, bool)
-  TSN_OPERATOR(<=, bool)
-  TSN_OPERATOR(>=, bool)
-  TSN_OPERATOR(==, bool)
-  TSN_OPERATOR(!=, bool)
-#undef TSN_OPERATOR
+  TSN_OPERATORS(Number16)
 };
 
 using half_t = Number16<__half>;
@@ -94,25 +89,16 @@ struct Number8 {
 
   Number8 operator-() const { return Number8(-static_cast<float>(raw)); }
 
-#define TSN_OPERATOR(op, R)                                                                                            \
-  friend R operator op(Number8 a, Number8 b) { return R(static_cast<float>(a.raw) op static_cast<float>(b.raw)); }
-  TSN_OPERATOR(+, Number8)
-  TSN_OPERATOR(-, Number8)
-  TSN_OPERATOR(*, Number8)
-  TSN_OPERATOR(/, Number8)
-  TSN_OPERATOR(<, bool)
-  TSN_OPERATOR(>, bool)
-  TSN_OPERATOR(<=, bool)
-  TSN_OPERATOR(>=, bool)
-  TSN_OPERATOR(==, bool)
-  TSN_OPERATOR(!=, bool)
-#undef TSN_OPERATOR
+  TSN_OPERATORS(Number8)
 };
 
 using float_e4m3_t = Number8<__nv_fp8_e4m3>;
 using float_e5m2_t = Number8<__nv_fp8_e5m2>;
 
 } // namespace tl
+
+#undef TSN_OPERATORS
+#undef TSN_OPERATOR
 
 using fp8_e4_t = tl::float_e4m3_t;
 using fp8_e5_t = tl::float_e5m2_t;

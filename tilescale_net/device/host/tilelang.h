@@ -242,26 +242,17 @@ inline T warp_reduce(T value, F f) {
   for (int distance = 16; distance; distance /= 2) value = f(value, shfl_xor_sync(0xffffffffu, value, distance));
   return value;
 }
-template <typename T>
-inline T warp_reduce_sum(T v) {
-  return warp_reduce(v, SumOp());
-}
-template <typename T>
-inline T warp_reduce_max(T v) {
-  return warp_reduce(v, MaxOp());
-}
-template <typename T>
-inline T warp_reduce_min(T v) {
-  return warp_reduce(v, MinOp());
-}
-template <typename T>
-inline T warp_reduce_bitand(T v) {
-  return warp_reduce(v, BitAndOp());
-}
-template <typename T>
-inline T warp_reduce_bitor(T v) {
-  return warp_reduce(v, BitOrOp());
-}
+#define TSN_WARP_REDUCE(name, Op)                                                                                      \
+  template <typename T>                                                                                                \
+  inline T name(T v) {                                                                                                 \
+    return warp_reduce(v, Op());                                                                                       \
+  }
+TSN_WARP_REDUCE(warp_reduce_sum, SumOp)
+TSN_WARP_REDUCE(warp_reduce_max, MaxOp)
+TSN_WARP_REDUCE(warp_reduce_min, MinOp)
+TSN_WARP_REDUCE(warp_reduce_bitand, BitAndOp)
+TSN_WARP_REDUCE(warp_reduce_bitor, BitOrOp)
+#undef TSN_WARP_REDUCE
 
 // Inclusive scans of lines by one warp (`Segment` lanes) each.
 struct ScanSumOp : SumOp {
