@@ -1,7 +1,5 @@
 """All-gather by push: every PE puts its part to the same offset of the output of every PE."""
 
-import functools
-
 import tilelang.language as T
 import torch
 from tilelang import tvm
@@ -202,33 +200,21 @@ class AllGather(Exchange):
         """
         self._begin()
         key = self._key_through(out, x, through)
-        tensors = (out, x) if through is None else (out, x, through)
-        if self._made_again(key, *tensors):
+        if self._made_again(key, *((out, x) if through is None else (out, x, through))):
             return out
         self._check("out", out)
         self._check("x", x, out.dtype, symmetric=self.needs_symmetric_source)
         self._check_parts("out", out, "x", x)
-        staged = through is not None
         if through is not None and self._copied(self, out, x, through, x.nbytes):
             return out
         shared = out if through is None else through  # the tensor that peers write to
         in_place = x.data_ptr() == shared.data_ptr() + self.rank * x.nbytes
         if not in_place:
-            self._check_apart("through" if staged else "out", shared, "x", x)
-        noted = self._noted(shared, x, x.nbytes)
-        tag = self._agree(*noted)
-        if x.nbytes:
-            if self._buffers.holds(x.nbytes):
-                launch = self._buffers.launch(out, x)
-            else:
-                by_vectors = self._by_vectors(x, out, x.nbytes)
-                launch = self.prepared(
-                    (by_vectors, in_place, staged), lambda: self._new_launch(by_vectors, in_place, staged)
-                )
-            self._launch_and_remember(key, noted, functools.partial(launch, tag), *tensors)
+            self._check_apart("out" if through is None else "through", shared, "x", x)
+        self._send(key, out, x, through, x.nbytes, in_place=in_place)
         return out
 
-    def _new_launch(self, by_vectors: bool, in_place: bool, staged: bool) -> Launch:
+    def _new_launch(self, *, by_vectors: bool, in_place: bool, staged: bool) -> Launch:
         if by_vectors:
             kernel = all_gather_mapped(
                 self.n_pes, **self._mapped_options, in_place=in_place and not staged, staged=staged

@@ -138,8 +138,7 @@ class AllReduce(Collective):
             return out
         self._check("out", out)
         self._check("x", x, out.dtype)
-        if out.dtype not in self.DTYPES:
-            raise TypeError(f"{self.name}: dtype {out.dtype} is not one of {', '.join(str(d) for d in self.DTYPES)}")
+        self._check_dtype(out, self.DTYPES)
         if x.shape != out.shape:
             raise ValueError(f"{self.name}: x has shape {list(x.shape)} and out {list(out.shape)}; they must be equal")
         if x.data_ptr() != out.data_ptr():

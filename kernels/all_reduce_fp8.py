@@ -336,8 +336,8 @@ def _launch(op, memory: dict[str, torch.Tensor], call: Call) -> Again:
     def make() -> Launch:
         dependent = settings.DEPENDENT_LAUNCH.get() and op.device.type == "cuda"
         kernel = all_reduce_fp8(op.n_pes, dtype_name(dtype), _chunks(op), aligned, *_geometry(op), LAG, dependent)
-        fixed = memory | {"data": memory["data"].view(torch.float8_e4m3fn), "status": op.status_record}
-        return Launch(kernel, fixed, ("tag", "out", "x"), op.world, forms={"out": FLAT, "x": FLAT})
+        constants = memory | {"data": memory["data"].view(torch.float8_e4m3fn), "status": op.status_record}
+        return Launch(kernel, constants, ("tag", "out", "x"), op.world, forms={"out": FLAT, "x": FLAT})
 
     again: Callable[[torch.Tensor, torch.Tensor], None]
     again = functools.partial(op.prepared(("fp8", dtype, aligned), make), call.tag)

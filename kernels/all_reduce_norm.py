@@ -303,8 +303,7 @@ def all_reduce_norm(
             me = N.my_pe()
             thread = T.get_thread_binding()
             # One per warp; steps alternate between two halves, so each needs only one barrier. Rows begin at 16 bytes.
-            slots = T.alloc_shared((2, group, (warps + 3) // 4 * 4), "float32")
-            row_peaks = T.alloc_shared((2, group, (warps + 3) // 4 * 4), "float32")
+            slots, row_peaks = (T.alloc_shared((2, group, (warps + 3) // 4 * 4), "float32") for _ in range(2))
             agrees = T.alloc_shared((n_pes,), "int32")
             got = T.alloc_local((n_pes, vector), dtype)
             own = T.alloc_local((per_thread, vector), dtype)
@@ -316,8 +315,7 @@ def all_reduce_norm(
             factors = T.alloc_local((per_thread, vector), dtype)
             before = T.alloc_local((per_thread * group, vector), dtype)
             extra = T.alloc_local((1, vector), dtype)
-            factor = T.alloc_var("float32")
-            peak = T.alloc_var("float32")
+            factor, peak = T.alloc_var("float32"), T.alloc_var("float32")
             step_up = T.alloc_var("int32")
             agreed = T.alloc_var("int32", 1)
             call = T.alloc_var("uint64", calls[block] + T.uint64(1))
@@ -1030,8 +1028,7 @@ class AllReduceNorm(Collective):
 
     def _check_rows(self, name: str, tensor, dtype, shape) -> None:
         self._check(name, tensor, dtype)
-        if tensor.dtype not in (FP8_DTYPE,) if name == "quantized" else tensor.dtype not in self.DTYPES:
-            raise TypeError(f"{self.name}: dtype {tensor.dtype} is not one of {', '.join(str(d) for d in self.DTYPES)}")
+        self._check_dtype(tensor, (FP8_DTYPE,) if name == "quantized" else self.DTYPES)
         if tensor.dim() == 0 or tensor.shape != torch.Size(shape):
             raise ValueError(f"{self.name}: {name} has shape {list(tensor.shape)}; it must be {list(shape)}")
         row = self.hidden * tensor.element_size()

@@ -229,11 +229,11 @@ def _launch(shots: int, op, memory: dict[str, torch.Tensor], call: Call) -> Agai
         kernel = all_reduce_push(
             op.n_pes, dtype_name(dtype), inbox.shape[3], shots, aligned, batch, threads, blocks, dependent
         )
-        fixed = {
+        constants = {
             "status": op.status_record, "inbox": inbox.view(dtype), "tags": memory["tags"].view(dtype),
             "calls": memory["calls"],
         }  # fmt: skip
-        return Launch(kernel, fixed, ("tag", "out", "x"), op.world, forms={"out": FLAT, "x": FLAT})
+        return Launch(kernel, constants, ("tag", "out", "x"), op.world, forms={"out": FLAT, "x": FLAT})
 
     again = functools.partial(op.prepared(("push", shots, dtype, aligned, batch), make), call.tag)
     again(call.out, call.x)

@@ -22,7 +22,7 @@ import tilescale_net.language as N
 from .algorithms import Again, Algorithm, Call
 from .collective import EXPLICIT_SYNC, STATUS_WORDS, agree_by_blocks, all_agree, dtype_name, is_aligned
 from .launches import FLAT, Launch
-from .sums import VECTOR_BYTES, add_up, batch_of, pack, store_elements, unpack, vector_of
+from .sums import VECTOR_BYTES, add_up, batch_of, pack, store_elements, store_rows, unpack, vector_of
 
 
 def _batch(n_pes: int) -> int:
@@ -104,10 +104,7 @@ def all_reduce_two_shot(n_pes, dtype, staged, pulled=False, aligned=True, thread
                     i = own + first + turn * threads * batch + thread
                     add_up(result, sources, dtype, i, limit, threads, batch)
                     for target_of_pe in targets:
-                        for u in T.unroll(batch):
-                            if i + u * threads < limit:
-                                for v in T.vectorized(vector):
-                                    target_of_pe[i + u * threads, v] = result[u, v]
+                        store_rows(target_of_pe, i, limit, result, threads)
                     if pulled:
                         for u in T.unroll(batch):
                             if i + u * threads < limit:
@@ -164,14 +161,16 @@ def _launch(gathers: bool, op, memory: dict[str, torch.Tensor], call: Call) -> A
         kernel = all_reduce_two_shot(
             op.n_pes, dtype_name(dtype), not call.zero_copy, pulled, aligned, op.threads, _blocks(op), gathered
         )
-        fixed = {name: memory[name] for name in ("ready", "arrived", "done", "calls")} | {"status": op.status_record}
+        constants = {name: memory[name] for name in ("ready", "arrived", "done", "calls")} | {
+            "status": op.status_record
+        }
         if call.zero_copy:
             parameters: tuple[str, ...] = "tag", "out", "x", "target", "source"
         else:
             parameters = "tag", "out", "x"
-            fixed |= {name: memory[name].view(dtype).view(shape) for name in vectors}
+            constants |= {name: memory[name].view(dtype).view(shape) for name in vectors}
         forms = {"out": FLAT, "x": FLAT} | {name: form for name, form in vectors.items() if call.zero_copy}
-        return Launch(kernel, fixed, parameters, op.world, forms=forms)
+        return Launch(kernel, constants, parameters, op.world, forms=forms)
 
     launch, tag = op.prepared(("two_shot", dtype, aligned, call.zero_copy, pulled, gathered), make), call.tag
     again: Callable[[torch.Tensor, torch.Tensor], None]

@@ -1,6 +1,5 @@
 """All-to-all by push: the host class, for equal splits (exchange.py) and uneven ones (this file)."""
 
-import functools
 import operator
 from collections.abc import Hashable, Sequence
 
@@ -97,8 +96,7 @@ def all_to_all_uneven(n_pes, threads=512, blocks=16, engine="auto", unroll=None,
             coming[0] = 0
 
             if thread < n_pes:
-                before = T.alloc_local((2,), "int64")
-                total = T.alloc_local((2,), "int64")
+                before, total = T.alloc_local((2,), "int64"), T.alloc_local((2,), "int64")
                 least = T.alloc_local((1,), "int64")
                 for i in T.unroll(2):
                     before[i] = 0
@@ -264,25 +262,14 @@ class AllToAll(Exchange):
                 f"{self.name}: out of shape {list(out.shape)} and x of shape {list(x.shape)} must have the same number of "
                 f"rows, a multiple of the {self.n_pes} PEs; give output_splits and input_splits for uneven ones"
             )
-        part, staged = x.nbytes // self.n_pes, through is not None
-        tensors: tuple[torch.Tensor, ...] = out, x
-        shared = out
+        part = x.nbytes // self.n_pes
         if through is not None:
             self._check_apart("through", through, "x", x)
             if self._copied(self, out, x, through, part):
                 return
-            tensors, shared = (out, x, through), through
-        noted = self._noted(shared, x, part)
-        tag = self._agree(*noted)
-        if x.nbytes:
-            if self._buffers.holds(part):
-                launch = self._buffers.launch(out, x)
-            else:
-                by_vectors = self._by_vectors(x, out, part)
-                launch = self.prepared((by_vectors, staged), lambda: self._new_launch(by_vectors, staged))
-            self._launch_and_remember(key, noted, functools.partial(launch, tag), *tensors)
+        self._send(key, out, x, through, part)
 
-    def _new_launch(self, by_vectors: bool, staged: bool) -> Launch:
+    def _new_launch(self, *, by_vectors: bool, staged: bool) -> Launch:
         if by_vectors:
             kernel = all_to_all_mapped(self.n_pes, **self._mapped_options, staged=staged)
             return self._launch_of(kernel, VECTORS, VECTORS, staged)

@@ -394,8 +394,7 @@ class AttentionMerge(Collective):
 
     def _check_arguments(self, out, out_lse, x, lse) -> None:
         self._check("x", x)
-        if x.dtype not in self.DTYPES:
-            raise TypeError(f"{self.name}: dtype {x.dtype} is not one of {', '.join(str(d) for d in self.DTYPES)}")
+        self._check_dtype(x, self.DTYPES)
         if x.dim() != 3:
             raise ValueError(f"{self.name}: x has shape {list(x.shape)}; it must be [batch, heads, dim]")
         batch, heads, dim = x.shape

@@ -5,7 +5,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -635,6 +635,11 @@ class Collective(MadeByRanks, metaclass=_Constructed):
                 f"{self.name}: {name} of shape {list(tensor.shape)} is not in the symmetric heap; make it with "
                 "tilescale_net.empty or zeros"
             )
+
+    def _check_dtype(self, tensor: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
+        """Raise TypeError for a tensor of another dtype."""
+        if tensor.dtype not in dtypes:
+            raise TypeError(f"{self.name}: dtype {tensor.dtype} is not one of {', '.join(map(str, dtypes))}")
 
     def _check_parts(self, name: str, tensor: torch.Tensor, part_name: str, part: torch.Tensor) -> None:
         """Raise ValueError unless `tensor` has the shape of n_pes parts, stacked or concatenated along the first axis."""

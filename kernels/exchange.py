@@ -7,7 +7,8 @@ when every peer's part has arrived, so calls need no barrier between them. No da
 Blocks share each part; block b waits only for blocks b of its peers.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import tilelang.language as T
@@ -29,7 +30,7 @@ from .collective import (
     slice_elements,
 )
 from .launches import Form, Launch
-from .sums import VECTOR_BYTES, add_up, batch_of, vector_of
+from .sums import VECTOR_BYTES, add_up, batch_of, store_rows, vector_of
 
 
 @tsn.macro
@@ -129,15 +130,6 @@ def load_tile(tile, source, at, limit, unroll):
 
 
 @tsn.macro
-def store_tile(target, at, limit, tile, unroll):
-    """Inverse of `load_tile`."""
-    for u in T.unroll(unroll):
-        if at + u * LANES < limit:
-            for v in T.vectorized(WORDS):
-                target[at + u * LANES, v] = tile[u, v]
-
-
-@tsn.macro
 def stream(target, target_first, source, source_first, size, thread, step, unroll):
     """target[target_first + i] = source[source_first + i] for i in [0, size). Called by a set of warps. `target`, `source`:
     int32 [rows, WORDS]. `size`: int64, equal for all threads of a warp. `thread`: index of the thread in the set. `step`:
@@ -147,10 +139,10 @@ def stream(target, target_first, source, source_first, size, thread, step, unrol
     load_tile(even, source, source_first + i, source_first + size, unroll)
     while i < size:
         load_tile(odd, source, source_first + i + step * unroll, source_first + size, unroll)
-        store_tile(target, target_first + i, target_first + size, even, unroll)
+        store_rows(target, target_first + i, target_first + size, even, LANES)
         i += step * unroll
         load_tile(even, source, source_first + i + step * unroll, source_first + size, unroll)
-        store_tile(target, target_first + i, target_first + size, odd, unroll)
+        store_rows(target, target_first + i, target_first + size, odd, LANES)
         i += step * unroll
 
 
@@ -234,10 +226,7 @@ def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, in_place=Fa
                     for turn in T.serial(T.ceildiv(end - first, T.int64(threads * batch))):
                         i = first + turn * threads * batch + thread
                         add_up(result, [parts] * n_pes, sums, i, end, threads, batch, count)
-                        for u in T.unroll(batch):
-                            if i + u * threads < end:
-                                for v in T.vectorized(vector):
-                                    out[i + u * threads, v] = result[u, v]
+                        store_rows(out, i, end, result, threads)
             end_call(calls, block, call, thread)
 
     return main
@@ -265,6 +254,8 @@ class Exchange(Parted):
         threads, blocks, engine, unroll, ring, stores_from, algorithm: see `AllGather`.
         split, most_bytes: see `few_bytes`.
     """
+
+    _new_launch: Callable[..., Launch]  # by_vectors, staged and further options, by name
 
     def __init__(
         self, name: str, shown: str, threads: int, blocks: int | None, engine: str, unroll: int | None,
@@ -311,6 +302,22 @@ class Exchange(Parted):
         else:
             out.copy_(call(through, x))
         return True
+
+    def _send(
+        self, key: Hashable, out: torch.Tensor, x: torch.Tensor, through: torch.Tensor | None, part: int, **variant: bool
+    ) -> None:  # fmt: skip
+        """A call with checked tensors and parts of `part` bytes. `variant`: options of `_new_launch`."""
+        shared, tensors = (out, (out, x)) if through is None else (through, (out, x, through))
+        noted = self._noted(shared, x, part)
+        tag = self._agree(*noted)
+        if not x.nbytes:
+            return
+        if self._buffers.holds(part):
+            launch = self._buffers.launch(out, x)
+        else:
+            variant |= dict(by_vectors=self._by_vectors(x, out, part), staged=through is not None)
+            launch = self.prepared(tuple(variant.values()), lambda: self._new_launch(**variant))
+        self._launch_and_remember(key, noted, functools.partial(launch, tag), *tensors)
 
     def _launch_of(self, kernel: Any, out: Form, x: Form, staged: bool = False) -> Launch:
         """Launch of a kernel `(out, x, tag, status, calls, ready, arrived[, through])` with tensors in these forms."""

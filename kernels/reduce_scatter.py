@@ -41,7 +41,7 @@ from .collective import (
 from .exchange import TILE_VECTORS, exchange_mapped
 from .exchange import UNROLL as UNROLL_OF_STORES
 from .launches import VECTORS, Form, Launch
-from .sums import VECTOR_BYTES, accumulator, add_part, add_up, batch_of, vector_of
+from .sums import VECTOR_BYTES, accumulator, add_part, add_up, batch_of, store_rows, vector_of
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Reduce-scatter by pull: every PE reads its part of all PEs' input and sums in registers.
@@ -96,10 +96,7 @@ def reduce_scatter_pull(n_pes, dtype, threads=512, blocks=32):
                 for turn in T.serial(T.ceildiv(last - first, T.int64(threads * batch))):
                     i = first + turn * threads * batch + thread
                     add_up(result, views, dtype, part + i, part + last, threads, batch)
-                    for u in T.unroll(batch):
-                        if i + u * threads < last:
-                            for v in T.vectorized(vector):
-                                out[i + u * threads, v] = result[u, v]
+                    store_rows(out, i, last, result, threads)
                 # All PEs have read their parts of `x` before later work may overwrite it.
                 T.sync_threads()
                 if thread < n_pes and thread != me:
@@ -487,8 +484,7 @@ class ReduceScatter(Parted):
             return out
         self._check("out", out)
         self._check("x", x, out.dtype, symmetric=self.needs_symmetric_source and through is None)
-        if out.dtype not in self.DTYPES:
-            raise TypeError(f"{self.name}: dtype {out.dtype} is not one of {', '.join(str(d) for d in self.DTYPES)}")
+        self._check_dtype(out, self.DTYPES)
         self._check_parts("x", x, "out", out)
         if out.data_ptr() != x.data_ptr() + self.rank * out.nbytes:
             self._check_apart("out", out, "x", x)
@@ -500,7 +496,7 @@ class ReduceScatter(Parted):
         if self._algorithm == "pull" and not mapped:
             raise ValueError(
                 f"{self.name}: x of shape {list(x.shape)} cannot be pulled on all ranks: it must be symmetric, at the same "
-                "place of all heaps and mapped, and its parts aligned to 16 bytes; or choose algorithm push"
+                "offset in all heaps and mapped, and its parts aligned to 16 bytes; or choose algorithm push"
             )
         if out.numel() == 0:
             return out
@@ -510,11 +506,9 @@ class ReduceScatter(Parted):
         elif mapped and self._algorithm != "push":
             again = functools.partial(self.prepared(out.dtype, lambda: self._new_pull(out.dtype)), tag)
             result = out if is_aligned(VECTOR_BYTES, out) else torch.empty_like(out)
-            self._launch_checked(again, result, x)
+            self._launch_and_remember(key if result is out else None, noted, again, result, x)
             if result is not out:
                 out.copy_(result)
-            elif key is not None:
-                self._again[key] = noted, again
         else:
             self._push(out, x, tag)
         return out
@@ -536,11 +530,10 @@ class ReduceScatter(Parted):
         again = lambda out, x, through: launch(tag, out, x, through, through)  # noqa: E731
         source = x if is_aligned(VECTOR_BYTES, x) else x.clone()
         result = out if is_aligned(VECTOR_BYTES, out) else torch.empty_like(out)
-        self._launch_checked(again, result, source, through)
+        in_place = result is out and source is x
+        self._launch_and_remember(key if in_place else None, noted, again, result, source, through)
         if result is not out:
             out.copy_(result)
-        elif source is x and key is not None:
-            self._again[key] = noted, again
         return out
 
     def _new_stores(self, dtype: torch.dtype) -> Launch:

@@ -397,9 +397,7 @@ class PipelinedAllGatherMatmul(DistributedMatmul):
     Takes n_pes * rows * k elements of the symmetric heap, and n_pes * rows scales.
 
     Raises:
-        TypeError, ValueError: a wrong dtype, extent or launch geometry, by name.
-        RankMismatch: ranks pass different arguments.
-        HeapError: no room for the gathered rows.
+        TypeError, ValueError, RankMismatch, HeapError: as `AllGatherMatmul`.
     """
 
     def __init__(

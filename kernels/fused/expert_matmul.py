@@ -22,7 +22,7 @@ from ..collective import dtype_name, wait_until_resident
 from ..moe.all_to_all import AllToAll
 from ..moe.handle import Dispatched, Handle, Pending
 from ..moe.layout import PlanOffsets, align4
-from ..moe.row_ops import groups_of
+from ..moe.row_ops import groups_of, int_vars
 from ..moe.tiles import Tiles
 from . import gemm
 from . import scaled_gemm as scaled
@@ -86,9 +86,7 @@ def next_tile(shape, at, backwards, order, b):
 
     Called by the copying warp. Order: experts, then columns, then rows; with `backwards`, in reverse.
     """
-    expert = T.alloc_var("int32")
-    inside = T.alloc_var("int32")
-    height = T.alloc_var("int32")
+    expert, inside, height = int_vars(3)
     T.barrier_wait(b.queue_empty[b.turn[0] % 2], ((b.turn[0] // 2) & 1) ^ 1)
     for i in T.unroll(4):
         b.tile[i] = -1
@@ -127,9 +125,7 @@ def next_tile(shape, at, backwards, order, b):
 @tsn.macro
 def add_missing_rows(shape, at, totals, finished, tiles, thread):
     """Announce tiles without rows, which no GEMM of this call announces. Called by a block."""
-    begin = T.alloc_var("int32")
-    end = T.alloc_var("int32")
-    used = T.alloc_var("int32")
+    begin, end, used = int_vars(3)
     for i in T.serial(-(-tiles // gemm.THREADS)):
         t = i * gemm.THREADS + thread
         if t < tiles:

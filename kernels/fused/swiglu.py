@@ -18,10 +18,12 @@ from ..moe.row_ops import (
     batch_of,
     clear,
     find_expert,
+    float_vars,
     groups_of,
     int_vars,
     launch_geometry,
     load_batch,
+    local_vectors,
     rows_of_expert,
     store_quantised,
     store_rounded,
@@ -104,12 +106,9 @@ def swiglu_rows(
         with T.Kernel(blocks, threads=threads) as block:
             thread = T.get_thread_binding()
             lane = thread % 32
-            gates = T.alloc_local((batch * WIDTH,), dtype)
-            ups = T.alloc_local((batch * WIDTH,), dtype)
+            gates, ups = local_vectors(2, batch * WIDTH, dtype)
             acc = T.alloc_local((batch * WIDTH,), "float32")
-            gate = T.alloc_var("float32")
-            up = T.alloc_var("float32")
-            weight = T.alloc_var("float32")
+            gate, up, weight = float_vars(3)
             expert, first_of, end_of = int_vars(3)
             expert = 0
             first_of = 0  # index of this expert's first row, without padding
@@ -183,18 +182,9 @@ def swiglu_gradient_rows(inner, dtype="bfloat16", weighted=False, keeps=False, t
         with T.Kernel(blocks, threads=threads) as block:
             thread = T.get_thread_binding()
             lane = thread % 32
-            gates = T.alloc_local((batch * WIDTH,), dtype)
-            ups = T.alloc_local((batch * WIDTH,), dtype)
-            grads = T.alloc_local((batch * WIDTH,), dtype)
-            grad_gates = T.alloc_local((batch * WIDTH,), "float32")
-            grad_ups = T.alloc_local((batch * WIDTH,), "float32")
-            acc = T.alloc_local((batch * WIDTH,), "float32")
-            gate = T.alloc_var("float32")
-            up = T.alloc_var("float32")
-            sigmoid = T.alloc_var("float32")
-            grad_row = T.alloc_var("float32")
-            weight = T.alloc_var("float32")
-            total = T.alloc_var("float32")
+            gates, ups, grads = local_vectors(3, batch * WIDTH, dtype)
+            grad_gates, grad_ups, acc = local_vectors(3, batch * WIDTH, "float32")
+            gate, up, sigmoid, grad_row, weight, total = float_vars(6)
             expert, end_of = int_vars(2)
             expert = 0
             for turn in T.serial(T.ceildiv(capacity, blocks * warps)):

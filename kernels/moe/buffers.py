@@ -286,8 +286,8 @@ class Arena(MadeByRanks):
         """`op` is made, and runs in this memory."""
         self._objects.add(op)
         if not op.meets_first:
-            fixed = {"active": op.active, "met": self._met, "calls": self._calls}
-            self._meetings[op] = Launch(meet(op.n_pes, max(32, -(-op.n_pes // 32) * 32)), fixed, (), self.world)
+            constants = {"active": op.active, "met": self._met, "calls": self._calls}
+            self._meetings[op] = Launch(meet(op.n_pes, max(32, -(-op.n_pes // 32) * 32)), constants, (), self.world)
 
     def enter(self, op: Member, call: str) -> None:
         """`op` is about to launch a call: its rows come next.

@@ -133,12 +133,12 @@ CombineTensors = namedtuple(
 class SlotOffsets(NamedTuple):
     """Where the rows of each rank are; int32 [ranks] each, of shared memory. `received`: how many came from each rank.
     `base`: the first of them among all that came. `before`: the first slot of each rank at this one; not used where
-    rows cross the network once per node. `peer_first`: the first slot of this rank at each rank."""
+    rows cross the network once per node. `slots_base`: the first slot of this rank at each rank."""
 
     received: Any
     base: Any
     before: Any
-    peer_first: Any
+    slots_base: Any
 
 
 class ReturnedChunk(NamedTuple):
@@ -248,7 +248,7 @@ def send_proxied(s, mem, offsets, chunk, slot: T.Ref, lane):
     for q in T.serial(chunk.n):
         send_row(s, mem.staged, slot + q, mem.own, chunk.peer, chunk.c * chunk.size + q, offsets.base[chunk.peer], lane)
     T.sync_warp()
-    first = offsets.peer_first[chunk.peer] + chunk.c * chunk.size
+    first = offsets.slots_base[chunk.peer] + chunk.c * chunk.size
     put_staged(s, mem, first, slot, chunk.peer, chunk.n)
 
 
@@ -265,7 +265,7 @@ def send_finished(s, mem, offsets, tickets, now, ahead: T.Ref, ticket: T.Ref, pe
         if c * s.chunk < offsets.received[peer]:
             c = (offsets.received[peer] - 1) // s.chunk - c
             n = T.min(s.chunk, offsets.received[peer] - c * s.chunk)
-            slot = offsets.peer_first[peer] + c * s.chunk
+            slot = offsets.slots_base[peer] + c * s.chunk
             at_peer = mem.slots.at(s, peer)
             for q in T.serial(n):
                 send_row(s, at_peer, slot + q, mem.own, peer, c * s.chunk + q, offsets.base[peer], lane)
@@ -284,7 +284,7 @@ def send_or_offer(
     at = route.at
     away = at.of.node_of(chunk.peer) != node
     target = T.if_then_else(away, me, chunk.peer)
-    first = T.if_then_else(away, offsets.base[chunk.peer], offsets.peer_first[chunk.peer]) + chunk.c * s.chunk
+    first = T.if_then_else(away, offsets.base[chunk.peer], offsets.slots_base[chunk.peer]) + chunk.c * s.chunk
     if s.quantised:
         if away:
             send_rows(s.unquantised, mem.own, mem.offered, offsets, chunk, first, target, lane)
@@ -560,8 +560,8 @@ def combine_throughput(
         current: T.Tensor((1,), "uint64") if tiles else None,
     ):
         with T.Kernel(blocks, threads=threads) as block:
-            received, base, before, peer_first = shared_ints(4, R)
-            offsets = SlotOffsets(received, base, before, peer_first)
+            received, base, before, slots_base = shared_ints(4, R)
+            offsets = SlotOffsets(received, base, before, slots_base)
             mem = CombineTensors(
                 LocalContribution(y, row_weight, row_values, records), Result(out, bias_0, bias_1, out_values),
                 SummedRows(slots, slot_scales, slot_values), arrived, token_slot,
@@ -579,7 +579,7 @@ def combine_throughput(
                 received[thread] = totals[at.received + thread]
                 base[thread] = totals[at.received_base + thread]
                 before[thread] = totals[at.sent_before + thread]
-                peer_first[thread] = totals[at.slots_base + thread]
+                slots_base[thread] = totals[at.slots_base + thread]
                 # From here on slots may be overwritten: this rank's, and those of every rank that has begun the call.
                 handshake.open_call(ready, active, status, me, call, tag, block, senders, thread)
             T.sync_threads()
@@ -647,7 +647,7 @@ def combine_throughput(
                                 awaited = Awaited(finished, product_calls, growth, tile_rows)
                                 await_rows(awaited, records, peer, c * size, n, top_k, slot, lane)
                             if direct != 0:
-                                slot = peer_first[peer] + c * size
+                                slot = slots_base[peer] + c * size
                                 send_rows(s, mem.own, mem.slots, offsets, taken, slot, peer, lane)
                             elif proxied:
                                 send_proxied(s, mem, offsets, taken, slot, lane)
@@ -733,8 +733,8 @@ def sum_combined(
         current: T.Tensor((1,), "uint64"),
     ):
         with T.Kernel(blocks, threads=threads):
-            base, before, received, peer_first = shared_ints(4, R)
-            offsets = SlotOffsets(received, base, before, peer_first)
+            base, before, received, slots_base = shared_ints(4, R)
+            offsets = SlotOffsets(received, base, before, slots_base)
             mem = CombineTensors(
                 own=LocalContribution(y, row_weight, None, records), result=Result(out, bias_0, bias_1, None),
                 slots=SummedRows(slots, slot_scales, None), arrived=arrived, token_slot=token_slot,
@@ -747,7 +747,7 @@ def sum_combined(
                 base[thread] = totals[at.received_base + thread]
                 before[thread] = totals[at.sent_before + thread]
                 received[thread] = totals[at.received + thread]
-                peer_first[thread] = totals[at.slots_base + thread]
+                slots_base[thread] = totals[at.slots_base + thread]
             T.sync_threads()
             parity = T.alloc_var("int32", T.cast(call % T.uint64(2), "int32"))
             peer = T.alloc_var("int32")

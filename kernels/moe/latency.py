@@ -95,21 +95,21 @@ class LatencyMode(Mode):
         self._proxied, self._quantises = base.proxied, c.dtype == FP8_DTYPE
         self._parts, _ = parts(config, base.tuning, self._proxied)
         shared = {"active": base.active, "status": base.status.tensor}
-        self._fixed = {
+        self._constants = {
             kernel: self._buffers(kernel)
             | shared
             | {f"{p}_calls": base.counters(base.blocks) for p in ("send", "receive")}
             for kernel in ("dispatch", "combine")
         }
-        message = self._fixed["dispatch"]["message"]
-        self._fixed["dispatch"] |= {
+        message = self._constants["dispatch"]["message"]
+        self._constants["dispatch"] |= {
             "message_fp8": message.view(FP8_DTYPE),
             "message_scales": message.view(torch.float32),
         }
         # A combine's own weights of the received rows; combines run one after the other.
         self._weights = torch.empty((c.ranks * c.max_tokens, c.top_k), dtype=torch.float32, device=device)
         own = {"active": base.active, "calls": base.counters(c.ranks), "weights": self._weights}
-        self._fixed["weights"] = self._buffers("weights") | own
+        self._constants["weights"] = self._buffers("weights") | own
 
         self._new_counts = TensorPool(c.local_experts, device)
         experts, *rest = self.output_shape()
@@ -169,7 +169,7 @@ class LatencyMode(Mode):
             index_dtype, timed=timed, **self._fewer(blocks), **self._route("dispatch"), **self._order(),
         )  # fmt: skip
         varying, forms = self.dispatch_takes + TIMED * timed, self._dispatch_forms(source, index_dtype)
-        return Launch(kernel, self._fixed["dispatch"], varying, base.world, **forms)
+        return Launch(kernel, self._constants["dispatch"], varying, base.world, **forms)
 
     def _route(self, kernel: str) -> dict[str, Any]:
         """Options of a kernel with forwarders between nodes."""
@@ -202,7 +202,7 @@ class LatencyMode(Mode):
             timed=timed, **self._fewer(blocks), **self._route("combine"),
         )  # fmt: skip
         parameters = self.combine_takes + TIMED * timed
-        return Launch(kernel, self._fixed["combine"], parameters, base.world, **self._combine_forms())
+        return Launch(kernel, self._constants["combine"], parameters, base.world, **self._combine_forms())
 
     def _combine_forms(self) -> dict[str, Any]:
         nothing = dict.fromkeys(("y", "bias_0", "bias_1", "out"), self._no_rows[self._c.combine_dtype])
@@ -214,7 +214,7 @@ class LatencyMode(Mode):
     def _new_exchange(self, timed: bool = False) -> Launch:
         c, base = self._c, self._base
         kernel = exchange_weights(c.ranks, c.top_k, c.max_tokens, base.threads, timed)
-        return Launch(kernel, self._fixed["weights"], _WEIGHTS + TIMED * timed, base.world)
+        return Launch(kernel, self._constants["weights"], _WEIGHTS + TIMED * timed, base.world)
 
     # -- dispatch ---------------------------------------------------------------------------------------------------
 

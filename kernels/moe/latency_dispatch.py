@@ -45,6 +45,7 @@ from tilescale_net.kernels.moe.row_ops import (
     copy_scales,
     int_vars,
     load_batch,
+    local_vectors,
     store_batch,
     store_quantised,
 )
@@ -284,9 +285,7 @@ def load_token(s, mem, chosen, loaded, token: T.Ref, parity: T.Ref, thread, warp
 def count_earlier(s, mem, chosen, token: T.Ref, thread):
     """Count, for each choice of a token, the earlier choices of its expert and tokens with one at its rank, or in its node."""
     K, local = s.top_k, s.local
-    seen = T.alloc_local((K,), "int32")
-    found_expert = T.alloc_local((K,), "int32")
-    found_rank = T.alloc_local((K,), "int32")
+    seen, found_expert, found_rank = local_vectors(3, K, "int32")
     found_node = T.alloc_local((K if s.nodes else 1,), "int32")
     other, first = int_vars(2)
     for k in T.serial(K):

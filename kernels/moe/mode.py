@@ -148,7 +148,7 @@ class Mode(ABC):
         return 1
 
     _base: AllToAll
-    _fixed: dict[str, dict]  # arguments of each kernel that never change
+    _constants: dict[str, dict]  # arguments of each kernel that never change
     _plans: Plans
 
     def __init__(self, base: AllToAll, config: Config, specs: BufferSpecs):
@@ -286,8 +286,8 @@ class OverNodes(Mode):
         """Set the kernels' map to these members."""
         words = Forwarders(mask, self._at.node_sizes).words(self._base.rank, self._at.slots)
         node_map = torch.tensor(words, dtype=torch.int32, device=self._base.device)
-        for fixed in self._fixed.values():
-            fixed["node_map"] = node_map
+        for constants in self._constants.values():
+            constants["node_map"] = node_map
 
     def regroup(self, mask: tuple[bool, ...]) -> None:
         """Another rank replaces an excluded forwarder, and may then serve more sources than it had slots for."""
@@ -297,8 +297,8 @@ class OverNodes(Mode):
             with torch.inference_mode(False):
                 grown = self._base.replace(self._symmetric, self.carried(self._c, self._base.tuning, at))
             self._symmetric.update(grown)
-            for kernel, fixed in self._fixed.items():
-                fixed.update(self._buffers(kernel) | self._rows_of(kernel))
+            for kernel, constants in self._constants.items():
+                constants.update(self._buffers(kernel) | self._rows_of(kernel))
             self._plans = self._new_plans()
         self._use_map(mask)
         self._launches.clear()

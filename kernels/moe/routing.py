@@ -38,7 +38,7 @@ from tilescale_net.kernels.moe.layout import (
     align4,
     record_words,
 )
-from tilescale_net.kernels.moe.row_ops import int_vars, shared_ints
+from tilescale_net.kernels.moe.row_ops import int_vars, local_vectors, shared_ints
 
 ALL_LANES = 0xFFFFFFFF
 AT_ONCE = 24  # words that a thread loads before it adds the first, at most
@@ -609,10 +609,7 @@ def store_records(s, mem, shared, block, thread):
     K, at_once, groups = s.top_k, 8, min(s.ranks, s.blocks)
     group = block % groups
     stride = (s.blocks - group + groups - 1) // groups * s.threads
-    row = T.alloc_local((at_once,), "int32")
-    weight = T.alloc_local((at_once,), "int32")
-    token = T.alloc_local((at_once,), "int32")
-    index = T.alloc_local((at_once,), "int32")
+    row, weight, token, index = local_vectors(4, at_once, "int32")
     base, j = int_vars(2)
     for turn in T.serial((s.ranks - group + groups - 1) // groups):
         r = turn * groups + group
@@ -756,10 +753,10 @@ def plan_routing(
     return main
 
 
-# The tensors of plan_nodes. totals_at: offsets in `totals`. found: int32 [threads], of shared memory: each thread's
-# count.
+# The tensors of plan_nodes. totals_at: offsets in `totals`. thread_counts: int32 [threads], of shared memory.
 NodePlanTensors = namedtuple(
-    "NodePlanTensors", "token_slot send_row totals totals_at heads_out heads_in pairs_out pairs_in heads_arrived found"
+    "NodePlanTensors",
+    "token_slot send_row totals totals_at heads_out heads_in pairs_out pairs_in heads_arrived thread_counts",
 )
 
 

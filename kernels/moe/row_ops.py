@@ -28,6 +28,16 @@ def int_vars(count: int) -> tuple[Any, ...]:
     return tuple(T.alloc_var("int32") for _ in range(count))
 
 
+def float_vars(count: int) -> tuple[Any, ...]:
+    """Allocate float32 variables of a kernel."""
+    return tuple(T.alloc_var("float32") for _ in range(count))
+
+
+def local_vectors(count: int, size: int, dtype: str) -> tuple[Any, ...]:
+    """Allocate tensors of `size` elements in registers."""
+    return tuple(T.alloc_local((size,), dtype) for _ in range(count))
+
+
 def shared_ints(count: int, *shape: int) -> tuple[Any, ...]:
     """Allocate int32 tensors in shared memory."""
     return tuple(T.alloc_shared(shape, "int32") for _ in range(count))

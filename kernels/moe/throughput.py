@@ -174,13 +174,13 @@ class ThroughputMode(Mode):
         if c.tile_rows is not None:
             calls = torch.zeros(1, dtype=torch.int64, device=device)
             self.tiles = Tiles(c.tile_rows, self._symmetric["dispatch.counted"], calls, c.tile_rows, base.blocks)
-        self._fixed = {"routing": self._buffers("routing") | shared | {"partial": partial}}
+        self._constants = {"routing": self._buffers("routing") | shared | {"partial": partial}}
         self._tickets = torch.zeros((2, 2, 2), dtype=torch.int32, device=device)
         for kernel, tickets in zip(("dispatch", "combine"), self._tickets):
-            self._fixed[kernel] = self._buffers(kernel) | self._rows_of(kernel) | shared | {"tickets": tickets}
-        self._fixed["combine"]["current"] = torch.zeros(1, dtype=torch.uint64, device=device)
-        for fixed in self._fixed.values():
-            fixed["calls"] = base.counters(base.blocks)
+            self._constants[kernel] = self._buffers(kernel) | self._rows_of(kernel) | shared | {"tickets": tickets}
+        self._constants["combine"]["current"] = torch.zeros(1, dtype=torch.uint64, device=device)
+        for constants in self._constants.values():
+            constants["calls"] = base.counters(base.blocks)
         self._plans = self._new_plans()
         # Placeholders for empty and unused tensors.
         self._no_words = torch.zeros((1, c.row_words), dtype=torch.int32, device=device)
@@ -269,7 +269,7 @@ class ThroughputMode(Mode):
             c.ranks, c.num_experts, c.top_k, c.max_tokens, c.capacity, c.alignment, blocks, base.threads, index_dtype,
             **self._fewer(blocks), **self._route("routing"), **({"ordered": True} if c.tiles else {}),
         )  # fmt: skip
-        return Launch(kernel, self._fixed["routing"], _ROUTING, base.world)
+        return Launch(kernel, self._constants["routing"], _ROUTING, base.world)
 
     def _dispatch_launch(self, blocks: int) -> Callable[..., None]:
         return self._launch(self._new_dispatch, blocks)
@@ -281,7 +281,7 @@ class ThroughputMode(Mode):
             self._puts_staged, t.chunk, self._proxied_chunk(c.row_bytes), senders, blocks - senders, base.threads,
             **self._fewer(blocks, "dispatch"), **self._in_tiles(c.tiles), **self._route("dispatch"),
         )  # fmt: skip
-        return Launch(kernel, self._fixed["dispatch"], self.dispatch_takes, base.world, **self._forms("dispatch"))
+        return Launch(kernel, self._constants["dispatch"], self.dispatch_takes, base.world, **self._forms("dispatch"))
 
     def _in_tiles(self, tiles: int) -> dict[str, int | None]:
         """Options of kernels that count tiles or wait for them."""
@@ -304,7 +304,7 @@ class ThroughputMode(Mode):
             **self._fewer(blocks, "combine"), **self._in_tiles(tiles), **self._route("combine"),
         )  # fmt: skip
         parameters = (*self.combine_takes, *(_AWAITED if tiles else ()))
-        return Launch(kernel, self._fixed["combine"], parameters, base.world, **self._forms("combine"))
+        return Launch(kernel, self._constants["combine"], parameters, base.world, **self._forms("combine"))
 
     def _sums_of(self, weighted: str, biases: int) -> Callable[..., None]:
         return self._launch(self._new_sums, weighted, biases)
@@ -316,7 +316,7 @@ class ThroughputMode(Mode):
             c.ranks, c.num_experts, c.top_k, c.max_tokens, c.hidden, dtype_name(c.combine_dtype), weighted, c.quantize_combine,
             biases, self._proxied, t.chunk, self._proxied_chunk(c.hidden * payload.itemsize), base.all_blocks, t.combine_threads,
         )  # fmt: skip
-        return Launch(kernel, self._fixed["combine"], SUMS, base.world, **self._forms("combine"))
+        return Launch(kernel, self._constants["combine"], SUMS, base.world, **self._forms("combine"))
 
     def _forms(self, kernel: str) -> dict[str, Any]:
         """Dtypes as which a kernel takes tensors, see `Launch`."""
@@ -604,7 +604,7 @@ class NodeThroughputMode(OverNodes, ThroughputMode):
 
     def __init__(self, base: AllToAll, config: Config, masks: Sequence[tuple[bool, ...]]):
         super().__init__(base, config, masks)
-        self._fixed["nodes"] = self._buffers("nodes") | {"calls": base.counters(base.blocks)}
+        self._constants["nodes"] = self._buffers("nodes") | {"calls": base.counters(base.blocks)}
         self._use_map(base.active_mask)
 
     def _rows_of(self, kernel: str) -> dict[str, torch.Tensor]:
@@ -643,7 +643,7 @@ class NodeThroughputMode(OverNodes, ThroughputMode):
         kernel = plan_nodes(
             c.ranks, c.num_experts, at.node_sizes, at.slots, c.max_tokens, blocks, base.threads, **self._fewer(blocks)
         )
-        return Launch(kernel, self._fixed["nodes"], _NODES, base.world)
+        return Launch(kernel, self._constants["nodes"], _NODES, base.world)
 
     # -- calls ------------------------------------------------------------------------------------------------------
 

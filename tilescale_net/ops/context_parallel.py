@@ -227,16 +227,13 @@ def gather_heads(x: torch.Tensor, group: tsn.Group = None, *, lengths: Sequence[
     Args:
         x: [..., sequence of all ranks, heads of this rank, dim] of any dtype, of one shape on all ranks; without `lengths` the
             sequence is a multiple of the ranks.
-        group: see `tilescale_net.ops`.
-        lengths: sequence length of each rank, 0 or more; the same list on all ranks. Default: equal lengths.
+        group, lengths: as in `scatter_heads`.
 
     Returns:
         [..., sequence of this rank, heads * ranks, dim]. The gradient of `x` is the scatter_heads of the result's.
 
     Raises:
-        TypeError, ValueError: a wrong shape or device; nothing was sent.
-        HeapError: the symmetric heap has no room for the result.
-        RankMismatch: ranks pass different shapes, lengths or dtypes; raised at their first use.
+        TypeError, ValueError, HeapError, RankMismatch: as `scatter_heads`.
     """
     if arguments.is_eager(x):
         differentiate = arguments.needs_gradient(x)

@@ -127,7 +127,7 @@ def test_all_sms_send_the_rest(seed):
     def receive(mode, pending):
         if pending.sums is None:
             return mode._stream.wait(pending.rest)
-        sending, taken = mode._fixed["combine"]["tickets"][:, 0], pace.choice((0, 1 << 20))
+        sending, taken = mode._constants["combine"]["tickets"][:, 0], pace.choice((0, 1 << 20))
         sending.fill_(taken)
         mode._stream.wait(pending.rest)
         if taken:
