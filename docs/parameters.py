@@ -69,11 +69,11 @@ def index() -> dict[str, Documented]:
                 continue
             module = ".".join([prefix, *parts])
             tree = ast.parse(file.read_text())
-            # What a decorator adds to docstrings: `_with_options` adds the text `_OPTIONS`.
+            # What a decorator adds to docstrings: `_copy_primitive` adds the text `_OPTIONS`.
             texts = {n.targets[0].id: n.value.value for n in tree.body if isinstance(n, ast.Assign)
                      and isinstance(n.targets[0], ast.Name) and isinstance(n.value, ast.Constant)
                      and isinstance(n.value.value, str)}  # fmt: skip
-            extra = {"_with_options": "\n\n" + _dedented(texts["_OPTIONS"])} if "_OPTIONS" in texts else {}
+            extra = {"_copy_primitive": "\n\n" + _dedented(texts["_OPTIONS"])} if "_OPTIONS" in texts else {}
             found[module] = Documented(module, ast.get_docstring(tree) or "")
             for each in _of(tree.body, module, extra):
                 if each.doc or each.path not in found:  # overloads have no docstring

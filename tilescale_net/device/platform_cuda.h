@@ -199,29 +199,19 @@ TSN_DEVICE uint64_t load_recent(const uint64_t* p) {
   else if constexpr (kSigned) TSN_ATOM(name, "s64", "l")                                                               \
   else if constexpr (sizeof(T) == 4) TSN_ATOM(name, "u32", "r")                                                        \
   else TSN_ATOM(name, "u64", "l")
+#define TSN_OP(op, atom)                                                                                               \
+  if constexpr (Op == AtomicOp::op) {                                                                                  \
+    atom                                                                                                               \
+  }
 #define TSN_ONE(order)                                                                                                 \
   {                                                                                                                    \
-    if constexpr (Op == AtomicOp::add) {                                                                               \
-      TSN_ATOM_ADD(order ".add")                                                                                       \
-    }                                                                                                                  \
-    if constexpr (Op == AtomicOp::and_) {                                                                              \
-      TSN_ATOM_BITS(order ".and")                                                                                      \
-    }                                                                                                                  \
-    if constexpr (Op == AtomicOp::or_) {                                                                               \
-      TSN_ATOM_BITS(order ".or")                                                                                       \
-    }                                                                                                                  \
-    if constexpr (Op == AtomicOp::xor_) {                                                                              \
-      TSN_ATOM_BITS(order ".xor")                                                                                      \
-    }                                                                                                                  \
-    if constexpr (Op == AtomicOp::min) {                                                                               \
-      TSN_ATOM_ORDERED(order ".min")                                                                                   \
-    }                                                                                                                  \
-    if constexpr (Op == AtomicOp::max) {                                                                               \
-      TSN_ATOM_ORDERED(order ".max")                                                                                   \
-    }                                                                                                                  \
-    if constexpr (Op == AtomicOp::exch) {                                                                              \
-      TSN_ATOM_BITS(order ".exch")                                                                                     \
-    }                                                                                                                  \
+    TSN_OP(add, TSN_ATOM_ADD(order ".add"));                                                                           \
+    TSN_OP(and_, TSN_ATOM_BITS(order ".and"));                                                                         \
+    TSN_OP(or_, TSN_ATOM_BITS(order ".or"));                                                                           \
+    TSN_OP(xor_, TSN_ATOM_BITS(order ".xor"));                                                                         \
+    TSN_OP(min, TSN_ATOM_ORDERED(order ".min"));                                                                       \
+    TSN_OP(max, TSN_ATOM_ORDERED(order ".max"));                                                                       \
+    TSN_OP(exch, TSN_ATOM_BITS(order ".exch"));                                                                        \
   }
 
 template <AtomicOp Op, Order O, MemScope S, class T>
@@ -242,6 +232,7 @@ TSN_DEVICE T atomic(T* p, T value) {
   }
 }
 #undef TSN_ONE
+#undef TSN_OP
 
 TSN_DEVICE void store_pair(void* p, uint64_t first, uint64_t second) {
   asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(first), "l"(second) : "memory");

@@ -13,7 +13,7 @@ copy does not reach, regions whose rows have more than one pitch, counts that ar
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec
 
 from tvm import tirx
 
@@ -41,7 +41,7 @@ __all__ = [
     "put_thread", "put_value", "put_vector", "put_vectors", "put_warp", "take_vectors",
 ]  # fmt: skip
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
 
 SIGNAL_OPS = ("set", "add")
 
@@ -156,10 +156,10 @@ def options(
 # -- primitives -------------------------------------------------------------------------------------------------------
 
 
-def _with_options(function: F) -> F:
-    """Append the common options of all copies to a copy's docstring."""
+def _copy_primitive(function: Callable[P, None]) -> Callable[P, None]:
+    """A primitive whose docstring ends with the common options of all copies."""
     function.__doc__ = f"{function.__doc__}{_OPTIONS}"
-    return function
+    return primitive(function)
 
 
 def _copy(
@@ -182,8 +182,7 @@ def _copy(
     return OPERATORS[name](scope, *chosen, *operation, *transfer.arguments, *signal)
 
 
-@_with_options
-@primitive
+@_copy_primitive
 def put_block(
     dst: Place, src: Place, pe: Number, *, count: Number | None = None, unroll: int | None = None, engine: str = "auto",
     ring: tuple[int, int] | None = None,
@@ -203,8 +202,7 @@ def put_block(
     return _copy("put", "block", dst, src, pe, count, unroll, engine, ring)
 
 
-@_with_options
-@primitive
+@_copy_primitive
 def put_warp(
     dst: Place, src: Place, pe: Number, *, count: Number | None = None, unroll: int | None = None, engine: str = "auto",
     ring: tuple[int, int] | None = None,
@@ -216,8 +214,7 @@ def put_warp(
     return _copy("put", "warp", dst, src, pe, count, unroll, engine, ring)
 
 
-@_with_options
-@primitive
+@_copy_primitive
 def put_thread(
     dst: Place, src: Place, pe: Number, *, count: Number | None = None, unroll: int | None = None, engine: str = "auto",
     ring: tuple[int, int] | None = None,
@@ -229,8 +226,7 @@ def put_thread(
     return _copy("put", "thread", dst, src, pe, count, unroll, engine, ring)
 
 
-@_with_options
-@primitive
+@_copy_primitive
 def get_block(
     dst: Place, src: Place, pe: Number, *, count: Number | None = None, unroll: int | None = None, engine: str = "auto",
     ring: tuple[int, int] | None = None,
@@ -248,8 +244,7 @@ def get_block(
     return _copy("get", "block", dst, src, pe, count, unroll, engine, ring)
 
 
-@_with_options
-@primitive
+@_copy_primitive
 def get_warp(
     dst: Place, src: Place, pe: Number, *, count: Number | None = None, unroll: int | None = None, engine: str = "auto",
     ring: tuple[int, int] | None = None,
@@ -261,8 +256,7 @@ def get_warp(
     return _copy("get", "warp", dst, src, pe, count, unroll, engine, ring)
 
 
-@_with_options
-@primitive
+@_copy_primitive
 def get_thread(
     dst: Place, src: Place, pe: Number, *, count: Number | None = None, unroll: int | None = None, engine: str = "auto",
     ring: tuple[int, int] | None = None,
@@ -274,8 +268,7 @@ def get_thread(
     return _copy("get", "thread", dst, src, pe, count, unroll, engine, ring)
 
 
-@_with_options
-@primitive
+@_copy_primitive
 def put_signal_block(
     dst: Place, src: Place, pe: Number, sig: Place, value: Number, op: str = "set", *, count: Number | None = None,
     unroll: int | None = None, engine: str = "auto", ring: tuple[int, int] | None = None,
@@ -286,9 +279,7 @@ def put_signal_block(
     after `quiet` or `flush_wait`.
 
     Args:
-        dst: target, by its local address in symmetric memory: a tensor, an element (buf[i]) or a region (buf[i, 0:n]).
-        src: source in global or shared memory, of the same dtype; symmetric memory if `pe` may be on another node.
-        pe: index in team "world", integer.
+        dst, src, pe: as in `put_block`.
         sig: one uint64 or int64 word of symmetric memory, by its local address, such as flags[0].
         value: unsigned 64-bit integer to store or to add.
         op: "set" or "add"; do not mix the two on one word.
@@ -298,8 +289,7 @@ def put_signal_block(
     return _copy("put_signal", "block", dst, src, pe, count, unroll, engine, ring, sig, value, op)
 
 
-@_with_options
-@primitive
+@_copy_primitive
 def put_signal_warp(
     dst: Place, src: Place, pe: Number, sig: Place, value: Number, op: str = "set", *, count: Number | None = None,
     unroll: int | None = None, engine: str = "auto", ring: tuple[int, int] | None = None,
@@ -311,8 +301,7 @@ def put_signal_warp(
     return _copy("put_signal", "warp", dst, src, pe, count, unroll, engine, ring, sig, value, op)
 
 
-@_with_options
-@primitive
+@_copy_primitive
 def put_signal_thread(
     dst: Place, src: Place, pe: Number, sig: Place, value: Number, op: str = "set", *, count: Number | None = None,
     unroll: int | None = None, engine: str = "auto", ring: tuple[int, int] | None = None,
