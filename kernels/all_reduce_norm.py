@@ -132,14 +132,7 @@ def in_pairs(combine: Callable[[Any, Any], Any], values: list[Any]) -> Any:
     return values[0]
 
 
-def total_of(values: list[Any]) -> Any:
-    """The sum of values."""
-    return in_pairs(operator.add, values)
-
-
-def largest_of(values: list[Any]) -> Any:
-    """The largest value."""
-    return in_pairs(T.max, values)
+total_of, largest_of = (functools.partial(in_pairs, combine) for combine in (operator.add, T.max))
 
 
 def squares_of(values: Any, dtype: str) -> list[Any]:
@@ -364,10 +357,8 @@ def all_reduce_norm(
                                 if of < rows:
                                     load_input(own, h, x, experts, of, i, hidden, dtype)
                                 N.put_vector(
-                                    inbox[half, 0, me, r * width + i, 0:vector],
-                                    own[h, 0:vector],
-                                    (me + hop + 1) % n_pes,
-                                )
+                                    inbox[half, 0, me, r * width + i, 0:vector], own[h, 0:vector], (me + hop + 1) % n_pes
+                                )  # fmt: skip
                 if shots < 2 and resumes != 0:
                     for h in T.unroll(per_thread):
                         i = h * workers + lane

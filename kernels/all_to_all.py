@@ -186,8 +186,7 @@ class AllToAll(Exchange):
         group: the ranks; see `tilescale_net.world`.
 
     Raises:
-        ValueError: a launch geometry that the kernels or the GPU cannot run.
-        RankMismatch: ranks pass different arguments.
+        ValueError, RankMismatch: as `AllGather`.
     """
 
     def __init__(

@@ -227,8 +227,8 @@ class SendRecv(Collective):
         memory, status = self._memory, self._record.tensor
         self._expected[pe] = out.nbytes
         kernel = recv(self.n_pes, **self._geometry)
-        kernel(tensor, out.nbytes, pe, memory["inbox"], memory["arrived"], memory["taken"], self._received, status)
-        self._raise_mismatch_if_simulated()
+        words = memory["arrived"], memory["taken"], self._received, status
+        self._launch_checked(kernel, tensor, out.nbytes, pe, memory["inbox"], *words)
         return out
 
     def _message(self, name: str, tensor, pe_name: str, pe) -> torch.Tensor:

@@ -746,8 +746,8 @@ def check_scales(name: str, dtype: torch.dtype, x_scales, w_scales, rows: int, *
         elif scales.dtype != torch.float32:
             raise TypeError(f"{name}: {argument} has dtype {scales.dtype}; it must be torch.float32")
         elif tuple(scales.shape) not in (shape, other):
-            wanted = f"{list(shape)} or {list(other)}"
-            raise ValueError(f"{name}: {argument} has shape {list(scales.shape)}; it must be {wanted}{hint}")
+            expected = f"{list(shape)} or {list(other)}"
+            raise ValueError(f"{name}: {argument} has shape {list(scales.shape)}; it must be {expected}{hint}")
 
 
 def check_extents(name: str, dtype: torch.dtype, **extents: int) -> None:

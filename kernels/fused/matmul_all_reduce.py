@@ -98,9 +98,7 @@ class MatmulAllReduce(MatmulReduceScatter):
     some PEs are on other nodes, for sums.
 
     Raises:
-        TypeError, ValueError: a wrong dtype, extent or launch geometry, by name.
-        RankMismatch: ranks pass different arguments.
-        HeapError: no room for summands and sums.
+        TypeError, ValueError, RankMismatch, HeapError: as `AllGatherMatmul`.
     """
 
     NAME = "MatmulAllReduce"

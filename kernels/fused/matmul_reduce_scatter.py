@@ -223,9 +223,7 @@ class MatmulReduceScatter(PreparedMatmul):
     Takes 3 * n_pes * rows * n elements of the symmetric heap.
 
     Raises:
-        TypeError, ValueError: a wrong dtype, extent or launch geometry, by name.
-        RankMismatch: ranks pass different arguments.
-        HeapError: no room for the summands.
+        TypeError, ValueError, RankMismatch, HeapError: as `AllGatherMatmul`.
     """
 
     NAME = "MatmulReduceScatter"

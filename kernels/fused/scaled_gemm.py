@@ -742,12 +742,12 @@ def scaled_matmul(
             raise ValueError(f"{name}: {argument} is {size}; it must be a multiple of {unit}, and not 0")
     form = "block" if w_scales.dim() == w.dim() else "row"
     blocks, head = -(-k // BLOCK), tuple(w.shape[:-2])
-    wanted: dict[str, list[tuple[int, ...]]] = (
+    expected: dict[str, list[tuple[int, ...]]] = (
         dict(x_scales=[(rows, blocks), (rows, align4(blocks))], w_scales=[(*head, -(-n // BLOCK), blocks)])
         if form == "block"
         else dict(x_scales=[(rows,)], w_scales=[(*head, n)])
     )
-    for argument, shapes in wanted.items():
+    for argument, shapes in expected.items():
         if tuple(tensors[argument].shape) not in shapes:
             raise ValueError(
                 f"{name}: {argument} is {list(tensors[argument].shape)}; with scales of {form}s it must be {list(shapes[0])}"

@@ -464,12 +464,12 @@ def widened(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bf
     """
     *head, n, k = q.shape
     rows = q.numel() // k if k else 0
-    wanted = [*head, groups_of(n) if head else n, groups_of(k)]
-    fits = list(scales.shape[:-1]) == wanted[:-1] and scales.shape[-1] >= wanted[-1]
+    expected = [*head, groups_of(n) if head else n, groups_of(k)]
+    fits = list(scales.shape[:-1]) == expected[:-1] and scales.shape[-1] >= expected[-1]
     if not fits or not q.is_contiguous() or not scales.is_contiguous() or k % WIDTH or not k:
         raise ValueError(
             f"widened: q is {list(q.shape)} and scales {list(scales.shape)}; both must be contiguous, k a multiple of {WIDTH}, "
-            f"and scales {wanted}"
+            f"and scales {expected}"
         )
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     if rows:

@@ -272,10 +272,10 @@ class Arena(MadeByRanks):
 
     def place(self, specs: BufferSpecs) -> dict[str, torch.Tensor]:
         """Tensors for an object, from the beginning on. Raises HeapError if there is no room."""
-        wanted = heap.footprint(sizes_of(specs))
-        if self._freed or wanted > self.nbytes:
+        needed = heap.footprint(sizes_of(specs))
+        if self._freed or needed > self.nbytes:
             has = "has been freed" if self._freed else f"has {self.nbytes}"
-            raise tsn.HeapError(f"AllToAll: needs {wanted} bytes of the arena, which {has}; see AllToAll.arena_bytes")
+            raise tsn.HeapError(f"AllToAll: needs {needed} bytes of the arena, which {has}; see AllToAll.arena_bytes")
         placed, begin = {}, 0
         for (name, (shape, dtype)), nbytes in zip(specs.items(), sizes_of(specs)):
             placed[name] = self._memory[begin : begin + nbytes].view(dtype).view(shape)
