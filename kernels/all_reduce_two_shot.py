@@ -22,7 +22,7 @@ import tilescale_net.language as N
 from .algorithms import Again, Algorithm, Call
 from .collective import EXPLICIT_SYNC, STATUS_WORDS, agree_by_blocks, all_agree, dtype_name, is_aligned
 from .launches import FLAT, Launch
-from .sums import VECTOR_BYTES, add_up, batch_of, pack, store_elements, store_rows, unpack, vector_of
+from .sums import VECTOR_BYTES, add_up, batch_of, pack, store_elements, unpack, vector_of
 
 
 def _batch(n_pes: int) -> int:
@@ -104,7 +104,10 @@ def all_reduce_two_shot(n_pes, dtype, staged, pulled=False, aligned=True, thread
                     i = own + first + turn * threads * batch + thread
                     add_up(result, sources, dtype, i, limit, threads, batch)
                     for target_of_pe in targets:
-                        store_rows(target_of_pe, i, limit, result, threads)
+                        for u in T.unroll(batch):
+                            if i + u * threads < limit:
+                                for v in T.vectorized(vector):
+                                    target_of_pe[i + u * threads, v] = result[u, v]
                     if pulled:
                         for u in T.unroll(batch):
                             if i + u * threads < limit:

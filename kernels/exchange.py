@@ -30,7 +30,7 @@ from .collective import (
     slice_elements,
 )
 from .launches import Form, Launch
-from .sums import VECTOR_BYTES, add_up, batch_of, store_rows, vector_of
+from .sums import VECTOR_BYTES, add_up, batch_of, vector_of
 
 
 @tsn.macro
@@ -130,6 +130,15 @@ def load_tile(tile, source, at, limit, unroll):
 
 
 @tsn.macro
+def store_tile(target, at, limit, tile, unroll):
+    """Inverse of `load_tile`."""
+    for u in T.unroll(unroll):
+        if at + u * LANES < limit:
+            for v in T.vectorized(WORDS):
+                target[at + u * LANES, v] = tile[u, v]
+
+
+@tsn.macro
 def stream(target, target_first, source, source_first, size, thread, step, unroll):
     """target[target_first + i] = source[source_first + i] for i in [0, size). Called by a set of warps. `target`, `source`:
     int32 [rows, WORDS]. `size`: int64, equal for all threads of a warp. `thread`: index of the thread in the set. `step`:
@@ -139,10 +148,10 @@ def stream(target, target_first, source, source_first, size, thread, step, unrol
     load_tile(even, source, source_first + i, source_first + size, unroll)
     while i < size:
         load_tile(odd, source, source_first + i + step * unroll, source_first + size, unroll)
-        store_rows(target, target_first + i, target_first + size, even, LANES)
+        store_tile(target, target_first + i, target_first + size, even, unroll)
         i += step * unroll
         load_tile(even, source, source_first + i + step * unroll, source_first + size, unroll)
-        store_rows(target, target_first + i, target_first + size, odd, LANES)
+        store_tile(target, target_first + i, target_first + size, odd, unroll)
         i += step * unroll
 
 
@@ -226,7 +235,10 @@ def exchange_mapped(n_pes, threads, blocks, unroll=UNROLL, *, split, in_place=Fa
                     for turn in T.serial(T.ceildiv(end - first, T.int64(threads * batch))):
                         i = first + turn * threads * batch + thread
                         add_up(result, [parts] * n_pes, sums, i, end, threads, batch, count)
-                        store_rows(out, i, end, result, threads)
+                        for u in T.unroll(batch):
+                            if i + u * threads < end:
+                                for v in T.vectorized(vector):
+                                    out[i + u * threads, v] = result[u, v]
             end_call(calls, block, call, thread)
 
     return main

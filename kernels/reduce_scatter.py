@@ -41,7 +41,7 @@ from .collective import (
 from .exchange import TILE_VECTORS, exchange_mapped
 from .exchange import UNROLL as UNROLL_OF_STORES
 from .launches import VECTORS, Form, Launch
-from .sums import VECTOR_BYTES, accumulator, add_part, add_up, batch_of, store_rows, vector_of
+from .sums import VECTOR_BYTES, accumulator, add_part, add_up, batch_of, vector_of
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Reduce-scatter by pull: every PE reads its part of all PEs' input and sums in registers.
@@ -96,7 +96,10 @@ def reduce_scatter_pull(n_pes, dtype, threads=512, blocks=32):
                 for turn in T.serial(T.ceildiv(last - first, T.int64(threads * batch))):
                     i = first + turn * threads * batch + thread
                     add_up(result, views, dtype, part + i, part + last, threads, batch)
-                    store_rows(out, i, last, result, threads)
+                    for u in T.unroll(batch):
+                        if i + u * threads < last:
+                            for v in T.vectorized(vector):
+                                out[i + u * threads, v] = result[u, v]
                 # All PEs have read their parts of `x` before later work may overwrite it.
                 T.sync_threads()
                 if thread < n_pes and thread != me:

@@ -52,15 +52,6 @@ def add_up(result, views, dtype, first, end, threads, batch, stride=0):
 
 
 @tsn.macro
-def store_rows(target, first, end, rows, step):
-    """target[first + u * step] = rows[u], below `end`. `rows`: local [rows, vector]."""
-    for u in T.unroll(rows.shape[0]):
-        if first + u * step < end:
-            for v in T.vectorized(rows.shape[1]):
-                target[first + u * step, v] = rows[u, v]
-
-
-@tsn.macro
 def add_part(totals, of_nodes, part, p, nodes):
     """totals += part, the values of PE p in the dtype that is sent; both local [batch, vector].
 

@@ -35,12 +35,7 @@ def _merge(
     if x.dim() != 3:
         raise ValueError(f"merge_attention: x has shape {list(x.shape)}; it must be [batch, heads, dim]")
     batch, heads, dim = x.shape
-    merge = objects.cached(
-        ("merge_attention", all_heads, base_2),
-        lambda: AttentionMerge(all_heads=all_heads, base_2=base_2, group=objects.world, **objects.geometry).tracked_by(
-            objects.calls
-        ),
-    )
+    merge = objects.collective(AttentionMerge, all_heads=all_heads, base_2=base_2)
     own = heads if all_heads else heads // objects.world.size
     out, out_lse = objects.empty((batch, own, dim), x.dtype), objects.empty((batch, own), torch.float32)
     return merge(out, out_lse, dense(x), lse.contiguous())
@@ -128,7 +123,8 @@ def _exchange(
         x = sources[0][: x.numel()].view(x.shape).copy_(x)
     out = memory[: math.prod(shape)].view(shape)
     cut, join = (HEADS, SEQUENCE) if scatters else (SEQUENCE, HEADS)
-    return _transposed(objects)(out, x, cut, join, lengths=lengths, result=objects.empty(shape, x.dtype))
+    exchange = objects.collective(AllToAllTransposed)
+    return exchange(out, x, cut, join, lengths=lengths, result=objects.empty(shape, x.dtype))
 
 
 def _exchanged_shape(
@@ -138,14 +134,6 @@ def _exchanged_shape(
     if scatters:
         return *batch, sequence * n if lengths is None else sum(lengths), heads // n, dim
     return *batch, sequence // n if lengths is None else lengths[rank], heads * n, dim
-
-
-def _transposed(objects: GroupObjects) -> AllToAllTransposed:
-    op: AllToAllTransposed = objects.cached(
-        "all_to_all_transposed",
-        lambda: AllToAllTransposed(group=objects.world, **objects.geometry).tracked_by(objects.calls),
-    )
-    return op
 
 
 def _fake_exchange(x: torch.Tensor, scatters: bool, lengths: Sequence[int] | None, group: str) -> torch.Tensor:
@@ -308,7 +296,7 @@ def _by_heads(attend, tensors, objects: GroupObjects, lengths, chunks: int, besi
         rooms += [(math.prod(batch) * most * x.shape[HEADS] * x.shape[-1],) for x in tensors] + [(chunks, *attended)]
     *received, out = (memory := objects.symmetric(*((room, q.dtype) for room in rooms)))[:4]
     sources = memory[4:]  # source of data for PEs of other nodes
-    exchange = _transposed(objects)
+    exchange = objects.collective(AllToAllTransposed)
     out = out[: math.prod(batch) * mine * heads * v.shape[-1]].view(*batch, mine, heads, v.shape[-1])
     arrived = []
     with beside.following(*tensors):

@@ -183,6 +183,11 @@ class GroupObjects:
                 op = self._cached[key] = make()
         return op
 
+    def collective(self, kind: type[_Collective], **options: Any) -> _Collective:
+        """The object of a class with these options."""
+        op: _Collective = self.cached((kind, *options.values()), lambda: self._new(kind, **options))
+        return op
+
     def product(self, key: Hashable, make: Callable[[], DistributedMatmul]) -> Any:
         """As `cached`, for the MOST_GEMMS most recent GEMMs; older ones are freed when another one is created, unless they
         were called while a CUDA graph was captured, on any rank: the graph has their addresses.

@@ -49,11 +49,7 @@ class QuantizedNorm(NamedTuple):
 
 def norm_of(objects: group_objects.GroupObjects, hidden: int) -> AllReduceNorm:
     """The object behind the operators for rows of `hidden` elements."""
-    norm: AllReduceNorm = objects.cached(
-        ("all_reduce_norm", hidden),
-        lambda: AllReduceNorm(hidden, group=objects.world, **objects.geometry).tracked_by(objects.calls),
-    )
-    return norm
+    return objects.collective(AllReduceNorm, hidden=hidden)
 
 
 def _called(objects: group_objects.GroupObjects, x: torch.Tensor, name: str = "all_reduce_norm") -> AllReduceNorm:
