@@ -161,7 +161,7 @@ def test_misuse_of_fp8_is_named():
         (lambda: call(x, weight), ValueError, "64", "128"),
         (lambda: call(x, weight, by="row"), ValueError, "'row'", "token"),
         (lambda: call(x, weight, by="tensor"), ValueError, "scale", "missing"),
-        (lambda: call(x, weight, by="token", scale=one), ValueError, "scale", "given"),
+        (lambda: call(x, weight, by="token", scale=one), ValueError, "scale", "passed"),
         (lambda: call(x, weight, by="token", layout="tile"), ValueError, "'tile'", "column"),
         (lambda: call(x.requires_grad_(), weight, by="token"), TypeError, "gradient", "all_reduce_norm"),
     )
