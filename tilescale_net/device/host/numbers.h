@@ -16,10 +16,12 @@ using int4_t = int4;
 
 #define TSN_OPERATOR(Number, op, R)                                                                                    \
   friend R operator op(Number a, Number b) { return R(static_cast<float>(a.raw) op static_cast<float>(b.raw)); }
+// clang-format off
 #define TSN_OPERATORS(N)                                                                                               \
-  TSN_OPERATOR(N, +, N)                                                                                                \
-  TSN_OPERATOR(N, -, N) TSN_OPERATOR(N, *, N) TSN_OPERATOR(N, /, N) TSN_OPERATOR(N, <, bool) TSN_OPERATOR(N, >, bool)  \
-      TSN_OPERATOR(N, <=, bool) TSN_OPERATOR(N, >=, bool) TSN_OPERATOR(N, ==, bool) TSN_OPERATOR(N, !=, bool)
+  TSN_OPERATOR(N, +, N) TSN_OPERATOR(N, -, N) TSN_OPERATOR(N, *, N) TSN_OPERATOR(N, /, N)                              \
+  TSN_OPERATOR(N, <, bool) TSN_OPERATOR(N, >, bool) TSN_OPERATOR(N, <=, bool) TSN_OPERATOR(N, >=, bool)                \
+  TSN_OPERATOR(N, ==, bool) TSN_OPERATOR(N, !=, bool)
+// clang-format on
 
 namespace cutlass {
 
