@@ -37,7 +37,7 @@ class Instruction:
 
 @functools.lru_cache(maxsize=16)  # nvdisasm takes seconds for a cubin of ten kernels
 def _functions(cubin: bytes) -> dict[str, str]:
-    """What nvdisasm prints of each kernel in a cubin."""
+    """nvdisasm's output for each kernel of a cubin."""
     _, *sections = re.split(r"\.section\s+\.text\.(\w+)", inspect.disassemble(cubin, "-c", "-hex"))
     return dict(zip(sections[::2], sections[1::2]))
 

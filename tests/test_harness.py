@@ -1,4 +1,4 @@
-"""What the tests stand on: outcomes that are written, samples, skips, the check for files in /dev/shm."""
+"""The harness: recorded outcomes, samples, skips, the check for files in /dev/shm."""
 
 import os
 import subprocess

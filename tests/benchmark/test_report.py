@@ -1,4 +1,4 @@
-"""What a run prints and writes, and its comparison with an earlier run."""
+"""Output and files of a run, and its comparison with an earlier run."""
 
 import io
 import json

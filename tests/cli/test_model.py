@@ -104,7 +104,7 @@ def test_expected_times_are_those_measured():
 
 @pytest.mark.parametrize("operation", model.COLLECTIVES)
 def test_expected_times_of_collectives(operation):
-    """Of two GPUs; what crosses between nodes is compared in tests/kernels/test_over_nodes.py."""
+    """Two GPUs; bytes between nodes are compared in tests/kernels/test_over_nodes.py."""
     found = {row["bytes"]: row["us"] for row in rows_of(operation) if row["algorithm"] == "auto"}
     h200 = "H200" in json.loads((RESULTS / f"{operation}.json").read_text())["environment"]["GPUs"]
     assert len(found) >= 10

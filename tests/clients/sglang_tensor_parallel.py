@@ -87,7 +87,7 @@ def all_reduce() -> None:
 
 
 def norm() -> None:
-    """What layers call for the end of attention and of experts: one kernel; another dtype of the weight goes SGLang's way."""
+    """The call of layers after attention and experts: one kernel; another dtype of the weight takes SGLang's way."""
     own = []
     functional = module(SRT + "distributed")
     functional.attention_tensor_model_parallel_all_reduce = lambda x: own.append(True) or tp.all_reduce(x)

@@ -70,7 +70,7 @@ def manager(name: str):
 
 
 def config(blocks: bool):
-    """Of quantisation: blocks of 128 in FP8, or none."""
+    """A configuration of quantisation: blocks of 128 in FP8, or none."""
     return types.SimpleNamespace(
         quant_dtype=torch.float8_e4m3fn if blocks else None, block_shape=[128, 128] if blocks else None,
         is_block_quantized=blocks, per_act_token_quant=False, is_scale_swizzled=False, a1_scale=None, a1_gscale=None,

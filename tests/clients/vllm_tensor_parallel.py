@@ -42,7 +42,7 @@ module, GPU, SIZE = importlib.import_module, stand_ins.GPU, stand_ins.SIZE
 
 
 class Platform:
-    """What these modules ask of vLLM's platform of CUDA."""
+    """vLLM's CUDA platform, as far as these modules use it."""
 
     dispatch_key, device_type = ("CUDA", "cuda") if GPU else ("CPU", "cpu")
 

@@ -1,4 +1,4 @@
-"""What nvcc takes for a kernel, in seconds of the processor, against the same kernel without its primitives."""
+"""nvcc's processor time for a kernel, against the same kernel without its primitives."""
 
 import re
 import resource
@@ -49,7 +49,7 @@ def without_primitives(source: str) -> str:
 
 
 def seconds(source: str, traced: Traced) -> float:
-    """Of nvcc's and its children's processor time."""
+    """Processor time of nvcc and its children."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     inspect.compile_source(source, "cubin", extra=traced.flags, threads=traced.threads)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -15,7 +15,7 @@ from tilescale_net.errors import KernelError
 
 
 def _results(statements, path):
-    """What the simulator computes: counters of N's atomics, of tilelang's, and outputs, a row for each statement."""
+    """The simulator's results: counters of N's atomics, of tilelang's, and outputs, a row for each statement."""
     count = len(statements)
     func = expressions.kernel(statements, path)
     c, d, out = (tsn.zeros((count, 8), dtype=torch.int32) for _ in range(3))

@@ -36,7 +36,7 @@ def compiled(tmp_path_factory):
 
 @pytest.fixture
 def traced(monkeypatch, compiled):
-    """As a new process that compiles for a GPU and has its own cache; the names of the kernels that it traces."""
+    """A new process that compiles for a GPU and has its own cache; the names of the kernels that it traces."""
     folder, _ = compiled
     names, trace = [], KernelFactory.trace
 

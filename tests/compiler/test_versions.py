@@ -1,4 +1,4 @@
-"""What compiler/versions.py hides of the versions of tilelang; .ci/run runs these with the oldest one too."""
+"""Differences between versions of tilelang that compiler/versions.py hides; .ci/run runs these with the oldest one too."""
 
 import inspect
 

@@ -15,12 +15,12 @@ from tests.kernels.moe import reference
 
 
 def factor(expert: torch.Tensor) -> torch.Tensor:
-    """What experts multiply rows by; exact in bfloat16."""
+    """Factors of experts; exact in bfloat16."""
     return (expert * 7 % 13 - 6) / 4
 
 
 def layer(x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """What the layer gives for rows, in plain torch."""
+    """The layer's output for rows, in plain torch."""
     return x.float() * torch.where(topk_idx < 0, 0.0, weights * factor(topk_idx)).sum(1, keepdim=True)
 
 

@@ -1,4 +1,4 @@
-"""What DeepEP's own tests ask of a Buffer, with small shapes, in a subgroup of a larger job."""
+"""DeepEP's own tests of a Buffer, with small shapes, in a subgroup of a larger job."""
 
 import itertools
 import json
@@ -445,7 +445,7 @@ def test_calls_that_differ(nodes):
 
 
 class _Communicator:
-    """What mpi4py has, over a store."""
+    """An mpi4py communicator, over a store."""
 
     def __init__(self, port: int):
         self._store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
@@ -524,7 +524,7 @@ def test_size_hints():
 
 @ranks.on(1, TSN_DEVICE="simulator")
 def test_low_latency_calls_take_few_kernels():
-    """Of the calls of DeepEP's low-latency test: rows of both dtypes, rounded scales, hooks."""
+    """Calls of DeepEP's low-latency test: rows of both dtypes, rounded scales, hooks."""
     with nothing_launched():
         buffer, hidden = tilescale_net.deep_ep.Buffer(), 512
         x, idx = torch.ones((4, hidden), dtype=torch.bfloat16), torch.tensor([[0, 1]] * 4)

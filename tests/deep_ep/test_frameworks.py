@@ -1,4 +1,4 @@
-"""What vLLM, SGLang and Megatron-LM do with deep_ep, each in subgroups of a larger job, on one node and on two."""
+"""Calls of deep_ep by vLLM, SGLang and Megatron-LM, each in subgroups of a larger job, on one node and on two."""
 
 import importlib.util
 

@@ -23,7 +23,7 @@ RANKS, EXPERTS, MOST, HIDDEN, TOP_K = 3, 6, 5, 32, 3
 
 
 def _choices(seed: int) -> list[torch.Tensor]:
-    """What the tokens of each rank choose."""
+    """Experts of each rank's tokens."""
     g = torch.Generator().manual_seed(seed)
     return [torch.rand((MOST - r, EXPERTS), generator=g).topk(TOP_K, 1)[1] for r in range(RANKS)]
 

@@ -1,4 +1,4 @@
-"""What nvcc makes of the device headers for sm_90: wide accesses that overlap, the right order, no spills, no stale reads."""
+"""Code of the device headers for sm_90: wide accesses that overlap, the right order, no spills, no stale reads."""
 
 import re
 import subprocess

@@ -154,7 +154,7 @@ class Parsed(Exception):
 
 
 def refusal(path: Path, words: list[str], monkeypatch) -> str | None:
-    """What a benchmark prints for these words; None when it takes them."""
+    """A benchmark's error for these words; None when it accepts them."""
     real, said = argparse.ArgumentParser.parse_args, io.StringIO()
 
     def parse_and_end(self, *args, **named):

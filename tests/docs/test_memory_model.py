@@ -42,7 +42,7 @@ def example(
 
 
 def columns(text: str) -> list[str]:
-    """What each PE runs: the columns under the heads `# A`, `# B`, …, or the whole text without such a line."""
+    """The program of each PE: the columns under the heads `# A`, `# B`, …, or the whole text without such a line."""
     first, *rest = text.splitlines()
     starts = [m.start() for m in HEAD.finditer(first)]
     if not starts:

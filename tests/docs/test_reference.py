@@ -79,7 +79,7 @@ def shown() -> Iterator[str]:
 
 
 def documented() -> set[str]:
-    """What the pages of the reference show, by where it is defined."""
+    """Entries of the reference's pages, by the place of their definition."""
     found = set()
     for page in sorted((DOCS / "reference").glob("*.md")):
         for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M):
@@ -90,7 +90,7 @@ def documented() -> set[str]:
 
 
 def all_of(path: Path) -> list[str]:
-    """What the `__all__` of a file spells out."""
+    """Names in the `__all__` of a file."""
     text = path.read_text()
     for node in ast.parse(text).body if "__all__ = [" in text else ():
         if isinstance(node, ast.Assign) and [t.id for t in node.targets if isinstance(t, ast.Name)] == ["__all__"]:

@@ -40,7 +40,7 @@ def fake_cuda() -> Path:
 
 
 def small_shm() -> Path:
-    """What takes all but a mebibyte of /dev/shm away from a process."""
+    """A library that leaves a process one MiB of /dev/shm."""
     return build("small_shm", ["tests/native/small_shm.cpp"], shared=True)
 
 

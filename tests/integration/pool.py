@@ -12,7 +12,7 @@ from tests import ranks
 
 
 def _serve(pipes: list) -> None:
-    """What each rank runs: calls the functions that it receives, until one raises or the pool ends."""
+    """The program of each rank: it calls the functions that it receives, until one raises or the pool ends."""
     import tilescale_net as tsn
 
     pipe = pipes[tsn.rank()]

@@ -24,7 +24,7 @@ HEIGHT, WIDTH, FLAT = 48, 72, 2048
 
 
 def ends(shape, dst, src, flat_dst, flat_src, dr, dc, sr, sc, rows, columns):
-    """What a copy of one of SHAPES goes to, and comes from."""
+    """Destination and source of a copy of one of SHAPES."""
     to, of = dst[dr : dr + rows, dc : dc + columns], src[sr : sr + rows, sc : sc + columns]
     column = dst[dr : dr + rows, dc], src[sr : sr + rows, sc]
     return {"box": (to, of), "pack": (flat_dst[dc], of), "unpack": (to, flat_src[sc]), "column": column}[shape]

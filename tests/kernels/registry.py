@@ -25,7 +25,7 @@ def file_of_tests(name: str):
 
 
 def module_of(file: str) -> str:
-    """Of a file that RUNS names."""
+    """The module of a file that RUNS names."""
     return ("tests.kernels." if file.startswith("examples/") else "tilescale_net.kernels.") + file.replace("/", ".")
 
 

@@ -59,7 +59,7 @@ def _segment(source: bytes, node: ast.AST) -> tuple[int, int]:
 
 
 def _instead(call: ast.Call, alone: bool) -> tuple[str, str] | None:
-    """What takes the place of a call, and a word for it; None where it is no synchronisation."""
+    """The replacement of a call, and a word for it; None for a call that synchronises nothing."""
     name = call.func.attr
     text = [ast.unparse(a) for a in call.args]
     keywords = {k.arg: ast.unparse(k.value) for k in call.keywords}
@@ -126,7 +126,7 @@ class Shown(AssertionError):
 
 
 def _reports() -> list[str]:
-    """What the check for races reports from now on. A job would end there; the kernel has ended, and others follow."""
+    """Reports of the race detector from now on. A job would end there; the kernel has ended, and others follow."""
     from tilescale_net.compiler.simulator.kernel import SimulatedFunction
 
     reports: list[str] = []
@@ -144,7 +144,7 @@ def _reports() -> list[str]:
 
 
 def _programs() -> set[str]:
-    """What is compiled for the simulator from now on: lines of each program without its barriers, and how many it has.
+    """Programs compiled for the simulator from now on: lines of each without its barriers, and their number.
 
     tilelang puts barriers between accesses to shared memory that it cannot prove to be apart; where the author's own is
     left out, it puts one at that place or close by.

@@ -42,7 +42,7 @@ def _counts(outcomes: dict[str, dict]) -> dict[str, Counter]:
 
 
 def table(outcomes: dict[str, dict]) -> str:
-    """Of outcomes by test, as Markdown, with the share of mutants that the check reports of those that it should.
+    """The table of outcomes by test, as Markdown, with the reported share of the mutants that the check must report.
 
     Those are the ones that change an order which the memory model needs: without those that are harmless or not run, and
     without those that no order could save, because the job stands still (no rank sends the awaited data) or the

@@ -33,7 +33,7 @@ def random_cases(seed, number: int, largest: int, dtypes=DTYPES) -> list[tuple]:
 
 
 def reference_of(algorithm: str, parts: list[torch.Tensor]) -> torch.Tensor:
-    """What the algorithm makes of the PEs' tensors, bit by bit."""
+    """The algorithm's result for the PEs' tensors, bit by bit."""
     if algorithm != "fp8" or len(parts) == 1:
         return reference(parts)
     total = torch.zeros(parts[0].shape)

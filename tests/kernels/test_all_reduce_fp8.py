@@ -28,13 +28,13 @@ def magnitudes(x: torch.Tensor) -> torch.Tensor:
 
 
 def bound(x: torch.Tensor) -> torch.Tensor:
-    """Of |Q(x) - x|, as the module states it; float64."""
+    """The bound of |Q(x) - x| that the module states; float64."""
     x = x.double()
     return torch.maximum(x.abs() / 16, magnitudes(x) / 2**17)
 
 
 def bound_of_sum(parts: list[torch.Tensor], found: torch.Tensor) -> torch.Tensor:
-    """Of |found - the exact sum|, as the module states it."""
+    """The bound of |found - the exact sum| that the module states."""
     once = sum(bound(part) for part in parts)
     total = sum(part.double() for part in parts)
     eps = torch.finfo(torch.float32).eps

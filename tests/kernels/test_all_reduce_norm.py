@@ -73,7 +73,7 @@ SCALES = ("tensor", "token", "block", "ue8m0", "ue8m0_packed")
 
 
 def _quantised(out: torch.Tensor, by: str, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What FP8 output is of `out`, and its scales, in plain torch."""
+    """`out` in FP8, and its scales, in plain torch."""
     if by == "tensor":
         return (out.float() * (1 / scale)).clamp(-448, 448).to(FP8), scale
     if by == "block":

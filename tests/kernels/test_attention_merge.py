@@ -29,7 +29,7 @@ def partial_of(shape, dtype, base_2, *key):
 
 
 def merged(partials, base_2):
-    """What a rank without its part of the cache would have computed, in float64; and the lse."""
+    """Attention of the merged partials, in float64; and its lse."""
     x, lse = (torch.stack(parts).double() for parts in zip(*partials))
     lse = torch.where(lse < math.inf, lse, -math.inf) * (math.log(2) if base_2 else 1)
     total = torch.logsumexp(lse, 0)

@@ -194,7 +194,7 @@ def test_a_single_push_fences_while_its_atomic_is_in_flight(tools):
 
 @variants(0, "threads", [128, nightly(512), 1024])
 def test_small_pushes_do_not_wait_for_local_memory(tools, threads):
-    """What large copies need in registers once made small pushes by 1024 threads 0.2 us slower."""
+    """Registers for large copies once made small pushes by 1024 threads 0.2 us slower."""
     instructions = _small().code(factory_of(PUSH), capacity=1 << 20, threads=threads).instructions
     before = instructions[: next(i for i, name in enumerate(instructions) if re.match(r"STG.*\.128", name))]
     assert any(re.match(r"LDG.*\.128", name) for name in before)
@@ -228,7 +228,7 @@ def test_loads_of_small_messages_wait_for_no_other(tools, kernel, threads):
 
 
 def test_polls_of_a_ticket_load_nothing_else(tools):
-    """What a wait needs of its queue is read once: a poll of host memory takes long enough."""
+    """A wait reads its queue's view once: a poll of host memory takes long enough."""
     ptx = build(PROBE).ptx
     assert polling_loops(ptx)
     assert not [loop for loop in polling_loops(ptx) if "ld.global.nc" in loop]

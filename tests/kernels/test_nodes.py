@@ -31,7 +31,7 @@ def test_nodes(size, nodes, seed):
 @variants(1, "size", [2, 3])
 @ranks.on(TSN_SIM_VISIBILITY="random", timeout=400)
 def test_stores(size, seed):
-    """What they do is what puts do, also where a rank chooses puts."""
+    """Stores have the effect of puts, also where a rank chooses puts."""
     options = dict(threads=64, blocks=3, stores_from=1 << 40 if tsn.rank() == 2 else 16)
     gather = [((8,), torch.int32, 0, 0), ((40_000,), torch.bfloat16, 0, 16), ((1000,), torch.float32, 4, 0)]
     equal = [(4, (4,), torch.float32, 0, 0), (3000, (9,), torch.float32, 0, 0), (5, (3,), torch.bfloat16, 0, 0)]

@@ -108,7 +108,7 @@ def _ping_pong(seed, threads):
 
 
 def _meetings(seed):
-    """What was pushed before two PEs met on the device is there, without any barrier of the host."""
+    """Data pushed before two PEs met on the device have arrived, without a barrier of the host."""
     rank, pace = tsn.rank(), random.Random(f"{seed} {tsn.rank()}")
     push, meet = p2p.push(CAPACITY, threads=96, blocks=3), p2p.meet()
     dst, src = (tsn.empty((CAPACITY,), torch.uint8) for _ in range(2))

@@ -56,7 +56,7 @@ def _messages(seed, apart=1, cases=6) -> None:
 
 
 def _numbers_begin_anew() -> None:
-    """What a job meets after millions of messages between two ranks: numbers of chunks no longer fit into their word."""
+    """After millions of messages between two ranks, numbers of chunks no longer fit into their word."""
     op, start = SendRecv(**GEOMETRY), 2 * send_recv.NUMBERS - 3
     for words in (op._sent, op._received, op._memory["taken"]):
         words.copy_(torch.full(words.shape, start, dtype=torch.int64))

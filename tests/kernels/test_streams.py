@@ -139,7 +139,7 @@ def test_every_call_is_ordered():
 
 @ranks.on()
 def test_messages_of_two_directions():
-    """Those to a rank and those from it do not wait for each other: two ranks may exchange large ones on two streams."""
+    """Messages to a rank and from it do not wait for each other: two ranks may exchange large ones on two streams."""
     messages, x, other = SendRecv(threads=64, blocks=2, chunk=1024), torch.zeros(8, device=tsn.device()), 1 - tsn.rank()
     with _noted() as followed:
         for _ in range(2):

@@ -86,7 +86,7 @@ def outcome(file: str, text: str, folder: Path, seeds: list[int], world: tuple[i
 
 
 def kernel_outcome(file: str, mutant: sweep.Swept, folder: Path, seeds: list[int]) -> tuple[str, str]:
-    """What shows a mutant among two ranks, or else among four; that it is the original program where nothing does."""
+    """Checks that show a mutant with two ranks, or else with four; "the same program" for one equal to the original."""
     programs = []
     for world in _worlds(file):
         found = outcome(file, mutant.text, folder, seeds, world)
@@ -142,7 +142,7 @@ def test_every_call_is_changed_once():
 
 
 def _data_shows(mutant: Mutant, path: Path, seeds: list[int], seconds: int = 3) -> str | None:
-    """What went wrong in one of the runs: wrong data or a wait that did not end within `seconds`; None when all was right."""
+    """The error of one of the runs: wrong data or a wait that did not end within `seconds`; None when all passed."""
     env = {"TSN_TIMEOUT": str(seconds)}
     if mutant.nodes > 1:  # data that nobody waits for come late
         env |= {"VIRTUAL_NODES": str(mutant.nodes), "TSN_CHAOS": f"seed={seeds[0]},reorder=0.5,delay_us=3000"}
@@ -224,7 +224,7 @@ def _mutants(name: str) -> dict[Place, sweep.Swept]:
 
 @functools.cache
 def _programs(name: str) -> list[str]:
-    """What a file that is left as it is becomes in the runs of `kernel_outcome`, none of which is accused."""
+    """An unchanged file in the runs of `kernel_outcome`, none of which is reported."""
     with tempfile.TemporaryDirectory() as folder:
         found = [outcome(name, _original(name), Path(folder), [], world) for world in _worlds(name)]
     assert not any(o.checked for o in found), f"{name} as it is: {found}"
@@ -232,7 +232,7 @@ def _programs(name: str) -> list[str]:
 
 
 def exploration(file: str, text: str, folder: Path) -> str:
-    """What every schedule of the file's small calls shows, without the check for races; "-" where there are none."""
+    """Results of every schedule of the file's small calls, without the race detector; "-" where it has none."""
     calls = small_calls.OF.get(file)
     if not calls:
         return "-"

@@ -366,7 +366,7 @@ def test_put_of_a_tile_out_of_order(why):
     [(lambda k: N.put_block(k.a, k.b, -1), False), (lambda k: N.put(k.a, k.b, 1), False), (lambda k: 1 // 0, True)],
 )
 def test_tilelang_prints_no_source_before_our_errors(monkeypatch, call, printed):
-    """What it prints about errors of other kinds still shows."""
+    """Its output about errors of other kinds still shows."""
     shown = []
     monkeypatch.setattr(builder.logger, "level", logging.INFO)
     monkeypatch.setattr(builder.logger, "_cache", {})

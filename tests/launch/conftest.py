@@ -55,7 +55,7 @@ def launch(*arguments: str, timeout: float = 30, **env: str) -> subprocess.Compl
 
 
 def alive(pids: list[int]) -> list[int]:
-    """Those of the processes that still run (a zombie does not)."""
+    """The processes that still run (a zombie does not)."""
     running = []
     for pid in pids:
         try:

@@ -1,4 +1,4 @@
-"""What launch.sh refuses, with exit code 2 and a message that names the value."""
+"""launch.sh refuses wrong values, with exit code 2 and a message that names the value."""
 
 import subprocess
 

@@ -26,7 +26,7 @@ def test_installed_packages_are_not_hidden_by_folders_of_the_checkout(script, tm
 
 
 def test_a_checkout_without_its_link_and_not_built(tmp_path):
-    """As a zip leaves it that a tool without links has unpacked."""
+    """The checkout of a zip, unpacked by a tool without symbolic links."""
     package = tmp_path / "tilescale_net"
     package.mkdir()
     for path in (Path(ROOT) / "tilescale_net").iterdir():

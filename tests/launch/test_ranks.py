@@ -1,4 +1,4 @@
-"""What ranks get: variables, output, addresses."""
+"""The environment of ranks: variables, output, addresses."""
 
 import ast
 import os
@@ -157,7 +157,7 @@ def test_a_shell_in_an_allocation_is_no_task(script, step):
 
 
 def test_a_shell_that_is_one_of_several_tasks_of_srun(monkeypatch):
-    """Of `srun -n 4 --pty bash` the first has the terminal; a script that srun has started with a terminal is a rank."""
+    """The first process of `srun -n 4 --pty bash` has the terminal; a script of srun with a terminal is a rank."""
     terminal, other = pty.openpty()
     stdin = os.dup(0)
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "1"}

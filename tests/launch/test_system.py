@@ -137,7 +137,7 @@ def test_root_installs_the_packages_of_venv(machine):
 
 
 def test_headers_of_the_efa_installer_go_before_the_systems(tmp_path, monkeypatch):
-    """Those of Debian are older, and know no DMABUF; the library is taken in the same order."""
+    """Debian's headers are older, without DMABUF; the library is taken in the same order."""
     monkeypatch.delenv("TSN_LIBFABRIC_INCLUDE", raising=False)
     fabric_include = runpy.run_path(os.path.join(ROOT, "tilescale_net", "launch", "set_up.py"))["fabric_include"]
     monkeypatch.setitem(fabric_include.__globals__, "_compiles", lambda header, folders: True)

@@ -78,7 +78,7 @@ def test_no_name_is_defined_twice(module):
 
 @pytest.mark.nightly
 def test_the_linker_sees_one_definition_of_each_type(tmp_path: Path):
-    """What no pattern finds: the whole module at once, with the compiler's own comparison of types."""
+    """Clashes that no pattern finds: the whole module at once, with the compiler's own comparison of types."""
     gcc = shutil.which("g++")
     if not gcc:
         pytest.skip("needs g++ for -Wodr")

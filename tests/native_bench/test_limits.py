@@ -59,7 +59,7 @@ def spent() -> tuple[float, float]:
 
 
 def compare(bare, provider: str, arguments: list[str], limit: float, larger_is_better: bool, slack: float = 0) -> None:
-    """Of ours and bare, the best of all runs or the median over neighbours: at least or at most `limit` times as much.
+    """The ratio of ours to bare, of the best runs or the median over neighbours, is at least or at most `limit`.
     `slack`, in the figure's unit: how much more than that is allowed, if less is better."""
     best = max if larger_is_better else min
     # The kernel's part of tcp runs in threads that a first in line would keep waiting.

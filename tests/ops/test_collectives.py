@@ -16,7 +16,7 @@ operators = torch.ops.tilescale_net
 
 
 def _parts(shape, dtype=torch.float32) -> list[torch.Tensor]:
-    """What each rank gives."""
+    """Inputs of each rank."""
     g = torch.Generator().manual_seed(3)
     return [torch.randint(-8, 8, shape, generator=g).to(dtype) for _ in range(tsn.size())]
 
@@ -240,7 +240,7 @@ def test_views():
 
 @ranks.on()
 def test_a_call_is_one_launch():
-    """Of 1 MiB, past packets: neither torch nor another kernel copies a collective's input or output."""
+    """With 1 MiB, past packets: neither torch nor another kernel copies a collective's input or output."""
     x = torch.ones((1 << 20) // 4, device=tsn.device())
     calls = {"AllGather": lambda: ops.all_gather(x[: len(x) // 2]), "AllToAll": lambda: ops.all_to_all(x)}
     calls["ReduceScatter"] = lambda: ops.reduce_scatter(x)

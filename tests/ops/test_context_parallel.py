@@ -75,7 +75,7 @@ def _two_ways(x, lengths):
 
 
 def _attend(q, k, v):
-    """Of [..., sequence, heads, dim], with groups of heads of q for one of k and v."""
+    """Shapes are [..., sequence, heads, dim]; a group of heads of q shares one head of k and v."""
     k, v = (x.repeat_interleave(q.shape[-2] // x.shape[-2], -2) for x in (k, v))
     return torch.nn.functional.scaled_dot_product_attention(*(x.transpose(-3, -2) for x in (q, k, v))).transpose(-3, -2)
 

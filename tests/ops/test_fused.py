@@ -22,7 +22,7 @@ ROWS, K, N = 4, 16, 16  # rows of a rank; equal widths, so that few kernels serv
 
 
 def _numbers(*shape) -> list[torch.Tensor]:
-    """What each rank has; whole numbers, so that sums are exact in any order."""
+    """Inputs of each rank: whole numbers, so that sums are exact in any order."""
     g = torch.Generator().manual_seed(sum(shape))
     return [torch.randint(-1, 2, shape, generator=g).bfloat16() for _ in range(tsn.size())]
 
@@ -171,7 +171,7 @@ def _eight_bits() -> None:
 
 
 def _few_are_kept() -> None:
-    """Of products of more shapes the oldest is freed, and made again; one that a CUDA graph of any rank holds stays."""
+    """With more shapes the oldest product is freed, and made again; one that a CUDA graph of any rank holds stays."""
     device, objects = tsn.device(), group_objects.of("")
     kept = objects._products, objects._captured
     objects._products, objects._captured = {}, set()

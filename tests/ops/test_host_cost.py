@@ -1,4 +1,4 @@
-"""What an eager call costs the host, without its launches, in calls of torch's that do nothing: it must not creep up."""
+"""Host cost of an eager call without its launches, in empty calls of torch: it must not grow."""
 
 import time
 import unittest.mock

@@ -1,4 +1,4 @@
-"""What the package imports is the standard library or comes with a distribution that pyproject.toml depends on."""
+"""The package imports the standard library and distributions that pyproject.toml depends on."""
 
 import ast
 import os

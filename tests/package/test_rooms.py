@@ -182,7 +182,7 @@ OF_TORCH = ("_schema", "_sleep", "_devices", "_timeout", "_threads", "_get_backe
 
 
 def test_private_names_are_used_by_the_modules_that_have_them():
-    """Of objects, too: a name that a module uses of anything but itself is one that it defines, or of another package."""
+    """Private names of objects, too: a module uses only its own, those that it defines, and those of other packages."""
     for name, path, tree in modules():
         foreign, has = set(), set()
         for node in ast.walk(tree):

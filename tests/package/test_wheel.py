@@ -1,4 +1,4 @@
-"""What is installed: the files, the metadata, and a tutorial that runs without the checkout."""
+"""An installation: its files, its metadata, and a tutorial that runs without the checkout."""
 
 import email
 import shutil

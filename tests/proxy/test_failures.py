@@ -1,4 +1,4 @@
-"""What goes wrong ends in a named error on every PE, within the deadline."""
+"""Failures end in a named error on every PE, within the deadline."""
 
 import os
 from types import SimpleNamespace
@@ -56,7 +56,7 @@ def test_a_peer_that_does_not_poll():
     ids=["staged", "rdma", "threads", "simulator"],
 )
 def test_adds_do_not_outlive_their_word(shape):
-    """What no wait consumed is carried out before the word's memory is given out again."""
+    """Adds that no wait consumed are applied before the word's memory is allocated again."""
     run(programs.proxy_test(), "adds", *shape, env={"TSN_LIBCUDA": str(fake_cuda())})
 
 

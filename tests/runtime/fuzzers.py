@@ -69,7 +69,7 @@ def as_json(dice: random.Random) -> bytes:
 
 
 def payload(dice: random.Random) -> None:
-    """What `gather` has got from a rank, held against what this rank has sent itself."""
+    """Another rank's damaged part of `gather`, compared with this rank's own."""
     mine = dice.choice((["host/boot", 77], [3, b"\0" * 16, "gpu"], [12, 5], b"blob", "text"))
     try:
         job_store.check_alike(mine, job_store.decode(as_json(dice)))

@@ -21,7 +21,7 @@ from tilescale_net.runtime.job_store import SignedStore
 
 
 class Store:
-    """What a JobStore does, until the rank that keeps it ends."""
+    """A JobStore, until the rank that keeps it ends."""
 
     kept_by = 0
 
@@ -64,7 +64,7 @@ def test_rank_0_stays_until_a_slow_rank_knows_who_is_lost():
 
 
 def _come(keys, size, ranks, timeout=20.0):
-    """What the ranks that come say of their meeting: its name and the words of all, or the error."""
+    """Results of the ranks that arrive at a meeting: its name and the words of all, or the error."""
     said = {}
 
     def come(rank):
@@ -86,7 +86,7 @@ def _come(keys, size, ranks, timeout=20.0):
 
 
 def test_a_store_that_outlives_attempts():
-    """As torchrun's agent has: other processes with the same ranks have met there, or have waited in vain."""
+    """As torchrun's agent keeps it: other processes with the same ranks have met there, or have timed out."""
     keys, names = SignedStore(dist.HashStore(), "job", b"secret"), set()
     for size in (3, 3, 2, 4, 3):
         said = _come(keys, size, reversed(range(size)))

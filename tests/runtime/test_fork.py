@@ -61,7 +61,7 @@ ROWS = 32
 
 
 def _in_child(function):
-    """What `function` returns in a child made by fork."""
+    """The result of `function` in a forked child."""
     theirs, mine = os.pipe()
     pid = os.fork()
     if pid == 0:

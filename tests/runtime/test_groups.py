@@ -135,7 +135,7 @@ def test_worlds_that_overlap(seed):
 
 @ranks.on(3, init=False, timeout=240)
 def test_defaults_of_the_user():
-    """What a user makes torch's defaults to be changes nothing."""
+    """Torch's defaults, set by the user, change nothing."""
     me = _join()
     torch.set_default_device("meta")
     torch.set_default_dtype(torch.float64)

@@ -1,4 +1,4 @@
-"""What ranks send each other: what goes in comes out, and nothing else does any harm."""
+"""Messages between ranks: they arrive unchanged, and malformed ones do no harm."""
 
 import pytest
 from hypothesis import given, settings

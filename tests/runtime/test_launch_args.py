@@ -242,7 +242,7 @@ def test_new_tensors():
 
 
 class _Stream:
-    """Of a GPU that is not there: remembers which streams it waits for."""
+    """A fake stream of a GPU that records which streams it waits for."""
 
     def __init__(self, key: int):
         self.key, self.captured, self.waited = key, False, []

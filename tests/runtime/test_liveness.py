@@ -264,7 +264,7 @@ def test_counters_survive_foreign_writes(secret):
 
 
 def _logs(calls: str) -> list:
-    """Of two ranks that have made calls, a letter each: "0A" is one of rank 0 of object A, "1-" one of the host of rank 1."""
+    """Logs of two ranks that have made calls: "0A" is one of rank 0 of object A, "1-" one of the host of rank 1."""
     posts = Posts(SignedStore(dist.HashStore(), "job", b"secret"))
     controls = [
         SimpleNamespace(rank=r, members=[0, 1], generation=0, store=posts, calls=5, last_call="called b()")
@@ -326,7 +326,7 @@ class SlowStore:
 
 
 class Control:
-    """As much of a control plane as a watchdog needs."""
+    """The part of a control plane that a watchdog uses."""
 
     rank, size, generation, lost, failed_key = 0, 2, 0, set(), "failed"
 

@@ -30,7 +30,7 @@ def _use(layer: AllToAll, seed: int, group, active=None) -> None:
 
 
 def _life(process: int, port: int, seed: int) -> tuple[int, ...]:
-    """What processes 0 to 2 do, and process 3, which comes when one of them is gone; it takes over that one's number."""
+    """The program of processes 0 to 2, and of process 3, which replaces the lost one under its number."""
     assert not dist.is_initialized()
     store, mine = (dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False) for _ in range(2))
     rank = LOST if process == RANKS else process

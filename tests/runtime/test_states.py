@@ -56,7 +56,7 @@ def raised_by(misuse: str) -> str:
 
 
 class Puppet:
-    """What a rank does on command; `tensors` are the live ones, in the order in which they were made."""
+    """A rank's actions on command; `tensors` are the live ones, in the order of allocation."""
 
     def __init__(self):
         self.tensors, self.freed = [], []

@@ -250,7 +250,7 @@ def races(right):
 
 
 def table() -> str:
-    """Who finds which, as Markdown."""
+    """The tools that find each kind, as Markdown."""
     rows = [f"| {kind.name} | {kind.gsan} | {kind.racecheck} | {kind.how} |" for kind in KINDS.values()]
     titles = ["| kind of race | GSan, on a GPU | racecheck, on a GPU | the race detector, without one |"]
     return "\n".join([BEGIN, *titles, "| --- | --- | --- | --- |", *rows, END])

@@ -85,7 +85,7 @@ def loop_of_plain_loads(right, x, y, flag, out, pe, block, tx, n):
 
 @bug()
 def part_of_a_block_by_thread(right, x, y, flag, out, pe, block, tx, n):
-    """What distinguishes the threads is known when the kernel is built."""
+    """The condition on the thread is known when the kernel is built."""
     if right or tx < 40:
         N.put_signal_block(y[0, :], x[0, :], pe, flag[0], 1)
     receive(out, y, flag, tx)

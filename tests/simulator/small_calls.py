@@ -14,7 +14,7 @@ N = 8  # elements of a message
 
 
 def _twice(make, new_out, expected, new_x=None):
-    """What sets up a rank: `make()` is called with (out, x) for two calls, `expected(call)` is what comes out."""
+    """A function that sets up a rank: `make()` is called with (out, x) for two calls, `expected(call)` is the output."""
 
     def set_up():
         op = make()

@@ -61,7 +61,7 @@ def test_the_last_element_and_nothing():
 
 
 def _unequal(way, k, m, clamped=False):
-    """What a copy to `k` from `m` elements or rows of ones has written, and whether its signal has come."""
+    """Elements written by a copy to `k` from `m` elements or rows of ones, and its signal."""
     if way == "dynamic":
         k = 20
     x, y, box, other = tsn.zeros(64), tsn.zeros(64), tsn.zeros((8, 8)), tsn.zeros((8, 8))

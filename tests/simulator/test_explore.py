@@ -305,7 +305,7 @@ def test_the_command(capsys):
 
 
 def test_calls_whose_ranks_run_ahead():
-    """Of three ranks: one may be through with a call, and have begun the next, before another has looked at its first word.
+    """A rank of three may have ended a call, and begun the next, before another has read its first word.
 
     Also that a job may make an object that reads what was tuned.
     """

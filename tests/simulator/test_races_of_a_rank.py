@@ -237,7 +237,7 @@ def test_a_relaxed_word_of_a_peer_orders_nothing():
 
 
 def _run(case, right, seed):
-    """What the check reports of one launch on this rank, and of the host after it."""
+    """Reports of one launch on this rank, and of the host after it."""
     kernel = one_of_many()
     plain, word = torch.zeros(128), torch.zeros(2, dtype=torch.int64).view(torch.uint64)
     flag, x, y = tsn.zeros((2,), torch.uint64), tsn.zeros((64,)), tsn.zeros((64,))
@@ -337,7 +337,7 @@ class _Counts(TorchDispatchMode):
 
 @ranks.on(**RACES)
 def test_modes_of_the_user_are_left_alone():
-    """Those of torch's dispatcher, which the check uses itself: init and finalize may stand in any, and in any thread."""
+    """Modes of torch's dispatcher, which the check uses itself: init and finalize may run in any mode and thread."""
     x = torch.ones(4)
     assert torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)(x).tolist() == [2] * 4
     _elsewhere(tsn.finalize)

@@ -1,4 +1,4 @@
-"""What the documentation of Chrome's trace-event format, which Perfetto reads too, requires of a file of JSON.
+"""Rules of Chrome's trace-event format, which Perfetto reads too, for a JSON file.
 
 By phase: which fields an event has and of what types; what belongs together (B and E, b and e, s and f) and nests; that
 times, ids and names can be read without guessing. Stricter than the readers, which drop what they cannot
@@ -40,7 +40,7 @@ def is_time(value):
 
 
 def problems(trace):
-    """What is wrong with a trace; empty for a good one."""
+    """Errors in a trace; empty for a valid one."""
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         return ["no object with a list traceEvents"]
     found = [] if trace.get("displayTimeUnit", "ms") in ("ms", "ns") else ["displayTimeUnit is neither ms nor ns"]

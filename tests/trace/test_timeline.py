@@ -266,7 +266,7 @@ def test_clocks_of_hosts(seed):
 
 
 def test_parts_of_another_host_are_not_believed(caplog):
-    """What they are of, and kinds of events that do not fit it; one that is damaged is left out."""
+    """Their subjects, and kinds of events that do not fit; a damaged part is left out."""
     for source in ("host", "proxy²", "proxy", "proxy-1", ""):
         part = trace_events.Part(1, 2, source, [Event(begin_ns=1, end_ns=2, kind=Kind.ENTRY, pe=-1, word=NO_WORD)])
         assert timeline.merged([part])["otherData"]["ranks"] == 2

@@ -68,7 +68,7 @@ def _products(seed, rows, k, n, dtype, transposed, calls, blocks):
 
 
 def _refusals(op, x, w, x_scales, w_scales):
-    """Of torch.float8_e4m3fn; nothing is sent."""
+    """Errors of torch.float8_e4m3fn; nothing is sent."""
     k, n = w.shape
     scales = dict(x_scales=x_scales, w_scales=w_scales)
     with pytest.raises(ValueError, match="w of torch.float8_e4m3fn has strides.*w.t\\(\\).contiguous\\(\\).t\\(\\)"):

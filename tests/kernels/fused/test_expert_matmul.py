@@ -212,7 +212,7 @@ def feed(capacity, k, dtype, rows):
 
 
 def _totals(counts):
-    """Of a rank of two, whose experts have so many rows."""
+    """The plan's totals on a rank of two, by rows of its experts."""
     at = PlanOffsets(2, len(counts))
     totals = torch.zeros(at.words, dtype=torch.int32)
     ends = torch.tensor([-(-n // ROWS) * ROWS for n in counts]).cumsum(0)
@@ -314,7 +314,7 @@ def _refused_when_made(moe, plain):
 
 
 def _refused_calls(moe, plain, up, choices, w):
-    """Of this rank alone: nothing is sent, or what was sent is received."""
+    """Errors of this rank alone: nothing is sent, or all data sent are received."""
     narrow = ExpertMatmul(moe, 48, 40, tiling=SMALL)
     pending = plain.dispatch_send(*choices)
     with pytest.raises(ValueError, match="the object was made without tile_rows"):

@@ -24,7 +24,7 @@ from tilescale_net.kernels.fused.scaled_gemm import TELLING, ScaledTiling, scale
 
 
 def _geometry(kind: str) -> dict:
-    """That of large products of eight bits."""
+    """The tiling of large products of eight bits."""
     return vars(best_tiling(GemmProblem(kind, 4, 4096, 8192, 8192, SCALED)))
 
 

@@ -34,7 +34,7 @@ def _scales(shape, *key):
 
 
 def gemms(seed, by_block, tiling, rows=100, n=264, k=272, experts=3, alone=True):
-    """Of one matrix (`alone`), then of three experts' rows with gaps between them, the second without rows."""
+    """GEMMs of one matrix (`alone`), then of three experts' rows with gaps between them, the second without rows."""
     device, blocks = tsn.device(), lambda size: -(-size // 128)
     x = whole_numbers((rows, k), FP8, seed, "x")
     w = whole_numbers((experts, n, k), FP8, seed, "w")

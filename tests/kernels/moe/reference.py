@@ -11,7 +11,7 @@ __all__ = ["Routing", "combine", "dequantise", "expert_rows", "quantise", "route
 
 @dataclass
 class Routing:
-    """What the routing of all ranks means for one rank.
+    """The routing of all ranks, from the view of one rank.
 
     Attributes:
         order: for each local expert the (source rank, token, choice) of its rows, in order.
@@ -55,7 +55,7 @@ def combine(
     outputs: list[list[torch.Tensor]], topk_idx: list[torch.Tensor], weights: list[torch.Tensor], experts: int, rank: int,
     dtype: torch.dtype, quantised: bool = False, active: list[bool] | None = None, weighted: bool = True, nodes: int | tuple[int, ...] = 1,
 ) -> torch.Tensor:  # fmt: skip
-    """What combine gives on `rank`: sums over an expert's rank first, in float32, then over ranks, see `sum_of_ranks`.
+    """The result of combine on `rank`: sums on an expert's rank first, in float32, then over ranks, see `sum_of_ranks`.
 
     Args:
         outputs: for each rank, of each local expert, its rows in the order of `route`.

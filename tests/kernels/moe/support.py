@@ -60,7 +60,7 @@ def make_inputs(key, config, tokens: int, kind: str) -> Inputs:
 
 
 def expert(number: int, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What expert `number` makes of rows; exact to repeat."""
+    """Output of expert `number` for rows; exactly repeatable."""
     return (rows.float() * ((number * 7 % 13 - 6) / 4)).to(dtype)
 
 
@@ -153,7 +153,7 @@ def run_round(op, everyone: list[Inputs], pace: random.Random, label: str, activ
 
 
 def check_compiled_ahead(op) -> set:
-    """What the calls so far have used, which `warm_up` compiles in the constructor: nobody waits in a call for a compiler."""
+    """Kernels of the calls so far, which `warm_up` compiles in the constructor: no call waits for a compiler."""
     mode, ahead = op._mode, set()
     used = set(mode._launches)
     mode._launch = lambda make, *which: ahead.add((make.__name__, *which))
@@ -186,7 +186,7 @@ def _plain(rows: torch.Tensor, scales: torch.Tensor | None, c) -> torch.Tensor:
 
 
 def _outputs(c, host: int, choices, everyone, active) -> list[torch.Tensor]:
-    """What the experts of a rank return."""
+    """Outputs of the experts of a rank."""
     routing = reference.route(choices, c.num_experts, host, active)
     rows = reference.expert_rows(routing, [_plain(e.rows, e.scales, c) for e in everyone])
     return [expert(host * c.local_experts + e, r, c.combine_dtype) for e, r in enumerate(rows)]

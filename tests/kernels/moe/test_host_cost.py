@@ -151,7 +151,7 @@ def test_plans():
 
 
 def test_copies_of_plans():
-    """Whoever has one holds the plan, or has tensors of its own."""
+    """An owner of a handle holds the plan, or has its own tensors."""
     names = [f.name for f in fields(ReceivedRows)][1:]
     plans = Plans(ReceivedRows, {name: ((4,), torch.int32) for name in names}, torch.device("cpu"), lambda: "a")
     for duplicate in (copy.copy, copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))):

@@ -212,7 +212,7 @@ def _ordinary_outputs(x, idx, weights) -> None:
 
 
 def _kept() -> tuple[int, ...]:
-    """What objects that were freed must not add to: mappings of this process, and what the world keeps of them."""
+    """Resources that freed objects must not keep: mappings of this process, and entries of the world."""
     world = tsn.world()
     alive = sum(not tensor.expired() for tensor in world.heap._freed)
     mappings = sum(1 for _ in open("/proc/self/maps"))

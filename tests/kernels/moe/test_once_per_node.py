@@ -54,7 +54,7 @@ def rows_that_cross(choices: list[torch.Tensor], of: Nodes, once: bool) -> int:
 )
 @ranks.on(4, timeout=280)
 def test_bytes_on_the_network(options, nodes, seed):
-    """What crosses the network is what the routing says; both ways give the same rows, and the same sums but for rounding."""
+    """Bytes on the network follow from the routing; both ways give the same rows, and the same sums but for rounding."""
     choices, mine, x = masked_choices(seed)
     latency, found, of = options == LATENCY, {}, Nodes(tsn.world().topology.sizes)
     for once in (True, False):

@@ -92,7 +92,7 @@ def _lose(seed: int, losses: list[tuple[signal.Signals, int]]) -> None:
 
 
 def _collectives_among(left: list[int]) -> None:
-    """Those that are left make a world of their own beside the one that has lost ranks."""
+    """The remaining ranks make a new world beside the one that has lost ranks."""
     group = dist.new_group(left, use_local_synchronization=True)
     world = tsn.init("8M", group=group)
     mine = torch.tensor([float(tsn.rank())] * 3, device=tsn.device())
