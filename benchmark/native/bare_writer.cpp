@@ -8,19 +8,13 @@
 #include "benchmark/native/instruments.h"
 #include "tilescale_net/csrc/common/clock.h"
 #include "tilescale_net/csrc/common/python.h"
-#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/csrc/cuda/driver.h"
 #include "tilescale_net/csrc/fabric/bindings.h"
 #include "tilescale_net/csrc/fabric/blob.h"
 #include "tilescale_net/csrc/proxy/heap_memory.h"
 #include "tilescale_net/csrc/proxy/peer_state.h"
 
-#include <algorithm>
-#include <cstring>
-#include <memory>
 #include <sched.h>
-#include <string>
-#include <vector>
 
 namespace py = pybind11;
 

@@ -1,14 +1,8 @@
 #include "benchmark/native/loops.h"
 
-#include <algorithm>
-#include <cstddef>
-#include <cstring>
-#include <memory>
 #include <sched.h>
 #include <sys/mman.h>
-#include <unordered_map>
 
-#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/csrc/cuda/driver.h"
 #include "tilescale_net/csrc/fabric/blob.h"
 

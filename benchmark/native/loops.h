@@ -6,13 +6,6 @@
 // loop: a target must poll for the initiator's writes to finish.
 #pragma once
 
-#include <algorithm>
-#include <functional>
-#include <limits>
-#include <memory>
-#include <string>
-#include <vector>
-
 #include "tilescale_net/csrc/common/clock.h"
 #include "tilescale_net/csrc/fabric/transport.h"
 

@@ -1,11 +1,9 @@
 // benchmark.instruments: the benchmarks' native loops and probes. Built in a checkout, never in a wheel.
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
 #include "benchmark/native/instruments.h"
 #include "benchmark/native/loops.h"
 #include "tilescale_net/csrc/common/python.h"
-#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/csrc/cuda/driver.h"
 #include "tilescale_net/csrc/fabric/bindings.h"
 

@@ -4,18 +4,12 @@
 #include <pybind11/pybind11.h>
 
 #include "benchmark/native/instruments.h"
-#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/csrc/cuda/driver.h"
 #include "tilescale_net/csrc/proxy/proxy.h"
 #include "tilescale_net/csrc/testing/null_transport.h"
 
-#include <algorithm>
-#include <atomic>
 #include <pthread.h>
 #include <sched.h>
-#include <stdexcept>
-#include <string>
-#include <thread>
 
 namespace py = pybind11;
 

@@ -1,15 +1,8 @@
 // The cost of sharing endpoints between threads: each endpoint with a control block (domain, address vector, completion
 // queue) of its own, used by all threads (FI_THREAD_SAFE) or by one (FI_THREAD_DOMAIN). It drives libfabric itself.
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
-#include <algorithm>
-#include <atomic>
 #include <exception>
-#include <memory>
-#include <string>
-#include <thread>
-#include <vector>
 
 #include <rdma/fi_rma.h>
 #include <sched.h>
@@ -18,7 +11,6 @@
 #include "benchmark/native/instruments.h"
 #include "tilescale_net/csrc/common/clock.h"
 #include "tilescale_net/csrc/common/python.h"
-#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/csrc/fabric/blob.h"
 #include "tilescale_net/csrc/fabric/rail.h"
 

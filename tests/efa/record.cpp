@@ -14,7 +14,7 @@
 
 namespace {
 
-// As in csrc/fabric/rail.cpp.
+// As in csrc/fabric/rail.h.
 constexpr int kEfa = -(0xefa << 16), kRnrRetry = kEfa, kEmulatedWrite = kEfa + 2, kUnsolicitedWriteReceives = kEfa + 8;
 constexpr int kCudaApiPermitted = 10, kMaxMsgSize = 12, kMaxRmaSize = 14, kInjectMsgSize = 16;
 constexpr size_t kCompletions = 4864;

@@ -6,9 +6,7 @@ from tests.fabric.programs import headers, sources
 from tests.native.builder import build
 
 _PROXY = "tilescale_net/csrc/proxy/"
-_WORKER_FILES = (
-    "ordering", "wire", "heap_memory", "worker", "worker_send", "worker_receive", "proxy",
-)  # fmt: skip
+_WORKER_FILES = ("heap_memory", "worker", "worker_send", "worker_receive", "proxy")
 # Each compiled as one file, and once for all programs of a sanitizer.
 _WORKER = (*(_PROXY + f"{name}.cpp" for name in _WORKER_FILES), "tilescale_net/csrc/cuda/driver.cpp")
 _CHAOS = "tilescale_net/csrc/testing/chaos.cpp"
@@ -20,7 +18,7 @@ def queue_test(sanitizer: str = "") -> Path:
 
 
 def ordering_test(sanitizer: str = "") -> Path:
-    return build("proxy_ordering_test", ["tests/native/proxy_ordering_test.cpp", _PROXY + "ordering.cpp"], sanitizer)
+    return build("proxy_ordering_test", ["tests/native/proxy_ordering_test.cpp"], sanitizer)
 
 
 def proxy_test(sanitizer: str = "") -> Path:
@@ -39,8 +37,7 @@ def fabric_test() -> Path:
 
 def fuzz_peer() -> Path:
     """libFuzzer's program over data read from a peer."""
-    sources = ["tests/native/fuzz_peer.cpp", _PROXY + "wire.cpp", _PROXY + "ordering.cpp"]
-    return build("fuzz_peer", sources, "fuzzer")
+    return build("fuzz_peer", ["tests/native/fuzz_peer.cpp"], "fuzzer")
 
 
 def fuzz_worker() -> Path:

@@ -1,8 +1,8 @@
 // The clocks of the native part: nanoseconds of the monotonic clock, and time stamps that cost a few nanoseconds.
 #pragma once
 
-#include <chrono>
-#include <cstdint>
+#include "tilescale_net/csrc/common/base.h"
+
 #include <ctime>
 
 namespace tsn {

@@ -1,14 +1,10 @@
 // Shared parts of bindings: struct fields as keyword arguments and as dicts, and exceptions by name.
 #pragma once
 
-#include "tilescale_net/csrc/common/text.h"
+#include "tilescale_net/csrc/common/base.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-
-#include <functional>
-#include <map>
-#include <string>
 
 namespace tsn {
 

@@ -2,15 +2,12 @@
 // file survives a kill of the process. The oldest events are overwritten, and count as dropped.
 #pragma once
 
-#include <cstdint>
-#include <cstring>
+#include "tilescale_net/csrc/common/base.h"
+
 #include <fcntl.h>
-#include <stdexcept>
-#include <string>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
-#include <unordered_map>
 
 namespace tsn {
 

@@ -1,10 +1,7 @@
 
 #include "tilescale_net/csrc/cuda/driver.h"
-#include "tilescale_net/csrc/common/text.h"
 #include <cctype>
-#include <cstdlib>
 #include <dlfcn.h>
-#include <mutex>
 #include <new>
 #include <sys/mman.h>
 #include <unistd.h>

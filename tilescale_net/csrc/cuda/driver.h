@@ -3,10 +3,7 @@
 // Building needs no CUDA headers: the types below have the driver ABI's sizes, and every prototype is ours.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-#include <stdexcept>
-#include <string>
+#include "tilescale_net/csrc/common/base.h"
 
 namespace tsn {
 

@@ -1,8 +1,5 @@
 // Python bindings of the fabric: offers, options, and a Transport for tests and scripts (one call per operation).
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
-#include <optional>
 
 #include "bindings.h"
 #include "tilescale_net/csrc/common/python.h"

@@ -4,7 +4,6 @@
 #include <pybind11/pybind11.h>
 
 #include "tilescale_net/csrc/common/python.h"
-#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/csrc/fabric/transport.h"
 
 namespace tsn::fabric {

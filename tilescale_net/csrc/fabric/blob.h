@@ -1,11 +1,6 @@
 // The opaque byte strings that processes exchange at set-up: written and read field by field, checked when read.
 #pragma once
 
-#include <cstdint>
-#include <cstring>
-#include <string>
-
-#include "tilescale_net/csrc/common/text.h"
 #include "transport.h"
 
 namespace tsn::fabric {

@@ -4,7 +4,6 @@
 
 #include "bindings.h"
 #include "provider.h"
-#include "tilescale_net/csrc/common/text.h"
 
 namespace py = pybind11;
 

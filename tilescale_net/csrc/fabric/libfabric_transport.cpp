@@ -3,12 +3,7 @@
 #include "rail.h"
 #include "transport.h"
 
-#include <algorithm>
-#include <atomic>
-#include <cstdio>
-
 #include "blob.h"
-#include "tilescale_net/csrc/common/text.h"
 
 namespace tsn::fabric {
 namespace {

@@ -1,30 +1,16 @@
 
 #include "tilescale_net/csrc/fabric/provider.h"
-#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/csrc/fabric/transport.h"
-#include <algorithm>
 #include <arpa/inet.h>
-#include <cerrno>
-#include <climits>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <dirent.h>
 #include <dlfcn.h>
 #include <fcntl.h>
-#include <functional>
-#include <map>
-#include <memory>
-#include <mutex>
 #include <netinet/in.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
-#include <set>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
-#include <tuple>
 #include <unistd.h>
 
 namespace tsn::fabric {

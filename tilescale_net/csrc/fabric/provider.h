@@ -2,14 +2,8 @@
 #pragma once
 
 #include "tilescale_net/csrc/fabric/transport.h"
-#include <cerrno>
-#include <cstdint>
-#include <memory>
 #include <rdma/fabric.h>
-#include <stdexcept>
-#include <string>
 #include <sys/random.h>
-#include <vector>
 
 namespace tsn::fabric {
 

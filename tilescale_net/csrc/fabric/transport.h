@@ -23,12 +23,7 @@
 // each.
 #pragma once
 
-#include <cerrno>
-#include <cstddef>
-#include <cstdint>
-#include <memory>
-#include <stdexcept>
-#include <string>
+#include "tilescale_net/csrc/common/base.h"
 
 namespace tsn::fabric {
 

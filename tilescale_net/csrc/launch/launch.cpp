@@ -1,16 +1,8 @@
 // Launches and tensor checks as Python functions, without pybind11 in the call path.
+#include "tilescale_net/csrc/common/base.h"
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-
-#include <algorithm>
-#include <array>
-#include <cstdint>
-#include <cstring>
-#include <limits>
-#include <memory>
-#include <optional>
-#include <utility>
-#include <vector>
 
 namespace py = pybind11;
 

@@ -1,8 +1,6 @@
 // Replaces everything that needs libfabric's headers in a build without them: each call raises ConfigurationError.
 #include <pybind11/pybind11.h>
 
-#include <stdexcept>
-
 #include "tilescale_net/csrc/common/python.h"
 #include "tilescale_net/csrc/fabric/bindings.h"
 

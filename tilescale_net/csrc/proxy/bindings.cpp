@@ -1,6 +1,5 @@
 // Python bindings of the proxy, for runtime/fabric.py; addresses are integers.
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
 #include "tilescale_net/csrc/common/python.h"
 #include "tilescale_net/csrc/cuda/driver.h"
@@ -9,7 +8,6 @@
 #include "tilescale_net/device/add_mailbox.h"
 
 #include <cmath>
-#include <optional>
 
 namespace py = pybind11;
 

@@ -1,7 +1,6 @@
 #include "tilescale_net/csrc/proxy/heap_memory.h"
 #include "tilescale_net/csrc/cuda/driver.h"
 #include "tilescale_net/csrc/proxy/stats.h"
-#include <cstring>
 
 namespace tsn::proxy {
 namespace {

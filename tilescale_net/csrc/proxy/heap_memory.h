@@ -6,12 +6,9 @@
 // have the same pair. poll() must be called once per round of the proxy's loop.
 #pragma once
 
+#include "tilescale_net/csrc/common/base.h"
 #include "tilescale_net/device/add_mailbox.h"
 #include "tilescale_net/device/context.h"
-#include <cstdint>
-#include <memory>
-#include <unordered_map>
-#include <utility>
 
 namespace tsn::proxy {
 

@@ -4,9 +4,6 @@
 #include "tilescale_net/csrc/fabric/transport.h"
 #include "tilescale_net/csrc/proxy/ordering.h"
 #include "tilescale_net/device/descriptor.h"
-#include <cstdint>
-#include <string>
-#include <vector>
 
 namespace tsn::proxy {
 

@@ -4,14 +4,6 @@
 #include "tilescale_net/csrc/proxy/options.h"
 #include "tilescale_net/csrc/proxy/stats.h"
 #include "tilescale_net/csrc/proxy/wire.h"
-#include <atomic>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <memory>
-#include <mutex>
-#include <utility>
-#include <vector>
 
 namespace tsn::proxy {
 

@@ -1,15 +1,10 @@
 #include "tilescale_net/csrc/proxy/proxy.h"
-#include "tilescale_net/csrc/common/text.h"
 
 #include "tilescale_net/csrc/cuda/driver.h"
 #include "tilescale_net/csrc/fabric/blob.h"
 #include "tilescale_net/device/add_mailbox.h"
 
-#include <algorithm>
-#include <cstdio>
 #include <iterator>
-#include <map>
-#include <optional>
 #include <pthread.h>
 
 namespace tsn::proxy {

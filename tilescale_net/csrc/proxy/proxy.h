@@ -7,10 +7,6 @@
 
 #include "tilescale_net/csrc/proxy/worker.h"
 
-#include <functional>
-#include <map>
-#include <thread>
-
 namespace tsn::proxy {
 
 using TransportFactory = std::function<std::unique_ptr<Transport>(const TransportOptions&)>;

@@ -4,13 +4,9 @@
 // slots, once per batch; complete() writes the board on which flushes and gets wait.
 #pragma once
 
-#include "tilescale_net/csrc/common/text.h"
+#include "tilescale_net/csrc/common/base.h"
 #include "tilescale_net/device/context.h"
 #include "tilescale_net/device/descriptor.h"
-
-#include <cstddef>
-#include <cstdint>
-#include <stdexcept>
 
 namespace tsn::proxy {
 

@@ -7,13 +7,9 @@
 // beside the network: each waits only for its own data and a free slot.
 #pragma once
 
-#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/csrc/cuda/driver.h"
 #include "tilescale_net/csrc/proxy/heap_memory.h"
 #include "tilescale_net/csrc/proxy/peer_state.h"
-
-#include <algorithm>
-#include <cstring>
 
 namespace tsn::proxy {
 

@@ -3,8 +3,6 @@
 
 #include "tilescale_net/csrc/common/clock.h"
 
-#include <cstdint>
-
 namespace tsn::proxy {
 
 class Counter {

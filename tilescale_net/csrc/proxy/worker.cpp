@@ -1,11 +1,7 @@
 #include "tilescale_net/csrc/proxy/worker.h"
-#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/csrc/cuda/driver.h"
 #include "tilescale_net/csrc/fabric/blob.h"
-#include <algorithm>
-#include <mutex>
 #include <sched.h>
-#include <thread>
 
 namespace tsn::proxy {
 namespace {

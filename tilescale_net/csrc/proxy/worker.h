@@ -15,13 +15,6 @@
 #include "tilescale_net/csrc/proxy/stats.h"
 #include "tilescale_net/csrc/proxy/wire.h"
 #include "tilescale_net/device/descriptor.h"
-#include <algorithm>
-#include <atomic>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <unordered_map>
-#include <vector>
 
 namespace tsn::proxy {
 

@@ -1,7 +1,5 @@
 // Peers' traffic: data to count, records to apply, acknowledgements of our own.
-#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/csrc/proxy/worker.h"
-#include <algorithm>
 
 namespace tsn::proxy {
 

@@ -1,7 +1,5 @@
 // From the queues to the peers: checking and numbering.
-#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/csrc/proxy/worker.h"
-#include <algorithm>
 
 namespace tsn::proxy {
 namespace {

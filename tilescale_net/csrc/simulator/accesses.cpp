@@ -5,11 +5,7 @@
 #include "happens_before.h"
 
 #include "memory.h"
-#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/device/context.h"
-
-#include <algorithm>
-#include <string.h>
 
 namespace tsn::sim {
 

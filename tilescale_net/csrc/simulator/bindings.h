@@ -5,10 +5,6 @@
 
 #include <pybind11/pybind11.h>
 
-#include <cstring>
-#include <string>
-#include <vector>
-
 namespace tsn {
 namespace sim {
 

@@ -1,9 +1,6 @@
 // Reports of primitives to the simulator: calls of a scope that disagree, and the order of their accesses.
-#include <algorithm>
-#include <stdio.h>
 
 #include "grid.h"
-#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/device/context.h"
 #include "tilescale_net/device/types.h"
 

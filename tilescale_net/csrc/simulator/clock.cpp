@@ -1,7 +1,5 @@
 #include "clock.h"
 
-#include <algorithm>
-
 namespace tsn::sim {
 
 Known nothing_known() {

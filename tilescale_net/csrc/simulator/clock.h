@@ -10,10 +10,7 @@
 //   carried  the warp's put_signals to a PE by one signal word, up to this epoch, are complete
 #pragma once
 
-#include <cstdint>
-#include <memory>
-#include <utility>
-#include <vector>
+#include "tilescale_net/csrc/common/base.h"
 
 namespace tsn::sim {
 

@@ -1,12 +1,7 @@
 #include "fiber.h"
-#include "tilescale_net/csrc/common/text.h"
 
 #include "grid.h"
 
-#include <algorithm>
-#include <map>
-#include <stdio.h>
-#include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 

@@ -1,11 +1,10 @@
 // Fibers: separate stacks, switched without the operating system.
 #pragma once
 
+#include "tilescale_net/csrc/common/base.h"
+
 #include <signal.h>
-#include <stddef.h>
-#include <stdint.h>
 #include <time.h>
-#include <vector>
 
 namespace tsn::sim {
 

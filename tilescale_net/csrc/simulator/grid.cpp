@@ -1,6 +1,5 @@
 #include "grid.h"
 #include "tilescale_net/csrc/common/clock.h"
-#include "tilescale_net/csrc/common/text.h"
 
 #include "fiber.h"
 #include "live_state.h"
@@ -8,10 +7,7 @@
 #include "rules.h"
 #include "scheduler.h"
 
-#include <algorithm>
 #include <sched.h>
-#include <stdio.h>
-#include <string.h>
 #include <time.h>
 
 namespace tsn::sim {

@@ -9,12 +9,6 @@
 #include "scheduler.h"
 #include "tilescale_net/device/host/simulator_api.h"
 
-#include <memory>
-#include <set>
-#include <string>
-#include <unordered_map>
-#include <vector>
-
 namespace tsn::sim {
 
 struct Block;

@@ -1,9 +1,6 @@
 #include "happens_before.h"
 
-#include <algorithm>
-
 #include "rules.h"
-#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/device/add_mailbox.h"
 #include "tilescale_net/device/context.h"
 

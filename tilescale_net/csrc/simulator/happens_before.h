@@ -16,15 +16,6 @@
 #include "tilescale_net/device/host/simulator_api.h"
 #include "tilescale_net/device/types.h"
 
-#include <array>
-#include <map>
-#include <memory>
-#include <set>
-#include <string>
-#include <tuple>
-#include <unordered_map>
-#include <vector>
-
 namespace tsn::sim {
 
 // The acting thread, and its place in the program.

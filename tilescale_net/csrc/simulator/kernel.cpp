@@ -1,16 +1,10 @@
 #include "kernel.h"
-#include "tilescale_net/csrc/common/text.h"
 
 #include "live_state.h"
 #include "remote.h"
 
 #include <dlfcn.h>
 #include <link.h>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <stdexcept>
-#include <stdio.h>
 
 namespace tsn::sim {
 

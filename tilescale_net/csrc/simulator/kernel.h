@@ -3,8 +3,6 @@
 
 #include "grid.h"
 
-#include <string>
-
 namespace tsn::sim {
 
 class Library {

@@ -4,11 +4,6 @@
 #include "tilescale_net/csrc/common/trace_ring.h"
 #include "tilescale_net/device/context.h"
 
-#include <algorithm>
-#include <map>
-#include <memory>
-#include <mutex>
-
 namespace tsn::sim {
 
 namespace {

@@ -4,9 +4,6 @@
 
 #include "grid.h"
 
-#include <string>
-#include <vector>
-
 namespace tsn::sim {
 
 struct LiveWait {

@@ -1,10 +1,6 @@
 #include "local_accesses.h"
-#include "tilescale_net/csrc/common/text.h"
 
 #include "rules.h"
-
-#include <algorithm>
-#include <string.h>
 
 namespace tsn::sim {
 

@@ -7,12 +7,6 @@
 #include "happens_before.h"
 #include "tilescale_net/device/host/simulator_api.h"
 
-#include <memory>
-#include <set>
-#include <string>
-#include <unordered_map>
-#include <vector>
-
 namespace tsn::sim {
 
 // Records of the running block's shared memory.

@@ -1,8 +1,4 @@
 #include "memory.h"
-#include "tilescale_net/csrc/common/text.h"
-
-#include <map>
-#include <mutex>
 
 namespace tsn::sim {
 

@@ -1,8 +1,7 @@
 // The symmetric heap in the simulator: its addresses and its allocations.
 #pragma once
 
-#include <stdint.h>
-#include <string>
+#include "tilescale_net/csrc/common/base.h"
 
 namespace tsn::sim {
 

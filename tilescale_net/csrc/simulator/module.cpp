@@ -10,9 +10,6 @@
 #include "tilescale_net/csrc/common/python.h"
 
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
-#include <array>
 
 namespace py = pybind11;
 

@@ -1,12 +1,6 @@
 #include "race_memory.h"
-#include "tilescale_net/csrc/common/text.h"
 
-#include <algorithm>
-#include <chrono>
-#include <map>
 #include <sched.h>
-#include <set>
-#include <string.h>
 
 namespace tsn::sim {
 

@@ -8,11 +8,6 @@
 #include "clock.h"
 #include "tilescale_net/device/host/simulator_api.h"
 
-#include <map>
-#include <string>
-#include <unordered_map>
-#include <vector>
-
 namespace tsn {
 
 // An address as a number, to compute with.

@@ -1,7 +1,7 @@
 // A small seeded generator (xorshift64*, Vigna 2016), equal on every machine.
 #pragma once
 
-#include <stdint.h>
+#include "tilescale_net/csrc/common/base.h"
 
 namespace tsn::sim {
 

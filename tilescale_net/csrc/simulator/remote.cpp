@@ -4,21 +4,11 @@
 #include "live_state.h"
 #include "memory.h"
 #include "rules.h"
-#include "tilescale_net/csrc/common/text.h"
 #include "tilescale_net/device/types.h"
 
-#include <algorithm>
-#include <chrono>
 #include <condition_variable>
 #include <list>
-#include <map>
-#include <memory>
-#include <mutex>
 #include <pthread.h>
-#include <string.h>
-#include <thread>
-#include <type_traits>
-#include <vector>
 
 namespace tsn::sim {
 

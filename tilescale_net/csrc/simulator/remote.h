@@ -16,9 +16,6 @@
 #include "random.h"
 #include "tilescale_net/device/host/simulator_api.h"
 
-#include <algorithm>
-#include <memory>
-
 namespace tsn::sim {
 
 enum class Visibility { eager, late, random };

@@ -3,8 +3,7 @@
 // Reports of gaps take their words from this table, and docs/simulator.md's section is made from it.
 #pragma once
 
-#include <string>
-#include <vector>
+#include "tilescale_net/csrc/common/base.h"
 
 namespace tsn::sim {
 

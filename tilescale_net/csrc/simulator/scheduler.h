@@ -5,9 +5,6 @@
 #include "race_memory.h"
 #include "tilescale_net/device/host/simulator_api.h"
 
-#include <memory>
-#include <vector>
-
 namespace tsn::sim {
 
 struct Fiber;

@@ -1,14 +1,6 @@
 // The text that configures the chaos transport.
 #include "tilescale_net/csrc/testing/chaos.h"
-#include "tilescale_net/csrc/common/text.h"
-#include <algorithm>
-#include <cerrno>
-#include <chrono>
-#include <cstdlib>
-#include <cstring>
-#include <deque>
 #include <random>
-#include <vector>
 
 namespace tsn::testing {
 

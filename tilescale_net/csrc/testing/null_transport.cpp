@@ -2,11 +2,6 @@
 
 #include "tilescale_net/csrc/proxy/wire.h"
 
-#include <algorithm>
-#include <cstring>
-#include <map>
-#include <vector>
-
 namespace tsn::testing {
 
 using namespace fabric;
