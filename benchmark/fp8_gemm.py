@@ -223,20 +223,9 @@ def measure(report: Report, timer: Timer, args: argparse.Namespace) -> None:
         samples: dict[Any, list[float]] = timer.interleaved(launches, 5)
         took: dict[Any, float] = medians(samples)
         for which in ours:
-            time, (tile, cluster, turns, steps, low) = took[which], which
-            row = dict(
-                part=part,
-                form=form,
-                m=problem.total,
-                n=n,
-                k=k,
-                tile=tile,
-                cluster=cluster,
-                turns=turns,
-                steps=steps,
-                low=low,
-                ours=time,
-            )
+            time = took[which]
+            row = dict(part=part, form=form, m=problem.total, n=n, k=k, ours=time)
+            row |= dict(zip(("tile", "cluster", "turns", "steps", "low"), which))
             row |= {name: took.get(name) for name in peers}
             row |= dict(
                 over=time / took["cublas"] if "cublas" in took else None,

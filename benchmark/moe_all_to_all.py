@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import dataclasses
+import itertools
 import os
 import shutil
 import tempfile
@@ -207,11 +208,8 @@ class Results:
             return
         names = ("mode", "tokens", "dtype", "layout", "operation")
         keys = [Column(name, name, ",d" if name == "tokens" else "") for name in names]
-        columns = [
-            us("plain", "kernel"),
-            us("traced", "traced"),
-            rate("cost", "more", "%", format=".1f", plotted=False),
-        ]
+        columns = [us("plain", "kernel"), us("traced", "traced")]
+        columns += [rate("cost", "more", "%", format=".1f", plotted=False)]
         table = report.table("What a trace costs", keys, columns)
         for case, system, figures in self._rows:
             with_trace = next((f for c, s, f in self._rows if (c, s) == (case, TRACED)), None)
@@ -222,7 +220,7 @@ class Results:
 
 def run(
     args: argparse.Namespace, mode: str, dtype: str, tokens: int, timer: DeviceTimer, results: Results, report: Report,
-    ours_is: str = WAYS[0],
+    ours_is: str,
 ) -> None:  # fmt: skip
     """All layouts and all peers for one mode and dtype; `ours_is`: the name of our own system."""
     world, fp8 = tsn.world(), dtype == "fp8"
@@ -269,14 +267,12 @@ def main() -> None:
     sizes = tsn.world().topology.sizes
     report.environment["nodes"] = str(len(sizes)) if len(set(sizes)) == 1 else "+".join(map(str, sizes))
     results = Results(report, timer.on_gpu, tsn.world().proxy is not None)
-    for mode in args.mode:
-        for dtype in args.dtype:
-            run(args, mode, dtype, args.tokens_of[mode], timer, results, report)
+    for ours_is in (WAYS[0], TRACED) if args.trace_cost else WAYS[:1]:
+        if ours_is == TRACED:
+            join_traced(args)
+        for mode, dtype in itertools.product(args.mode, args.dtype):
+            run(args, mode, dtype, args.tokens_of[mode], timer, results, report, ours_is)
     if args.trace_cost:
-        join_traced(args)
-        for mode in args.mode:
-            for dtype in args.dtype:
-                run(args, mode, dtype, args.tokens_of[mode], timer, results, report, TRACED)
         results.compare_traced(report)
     report.finish()
 

@@ -203,13 +203,7 @@ def of_torch(layer: Any, x: Any, choices: tuple[Any, Any], matrices: list[Any]) 
 
 
 def measure(
-    args: argparse.Namespace,
-    dtype: str,
-    tokens: int,
-    blocks: int,
-    experts: Experts,
-    timer: Timer,
-    table: Any,
+    args: argparse.Namespace, dtype: str, tokens: int, blocks: int, experts: Experts, timer: Timer, table: Any
 ) -> None:
     """A row. Collective."""
     from tilescale_net import ops

@@ -311,8 +311,6 @@ class Nccl:
     """all_to_all_single of the rows, one per token and rank: no permutation before, no sum after. `everyone`: all
     ranks' inputs; words: 4-byte words of a row with its scales."""
 
-    name = "NCCL"
-
     def __init__(self, everyone: list[Inputs], experts: int, rank: int, words: int, device: Any) -> None:
         ranks, local = len(everyone), experts // len(everyone)
         self._group = nccl_group()
@@ -332,8 +330,6 @@ class Nccl:
 class DeepEP:
     """DeepEP in its normal mode with a cached layout, or in its low-latency mode over NVLink. Raises the package's
     exceptions if it cannot run here."""
-
-    name = "DeepEP"
 
     def __init__(self, mode: str, mine: Inputs, max_tokens: int, experts: int, fp8: bool) -> None:
         import deep_ep

@@ -38,6 +38,10 @@ class Probe(IntEnum):
     RELEASE_TRIP_PUBLISHED = 9  # the same behind a payload
 
 
+# Arguments of a probe unless a caller gives others.
+_USUAL = dict(bytes=64, out=0, into=0, pes=1, first=0, lanes=1, warps=1, blocks=1, only=-1)
+
+
 @tsn.jit
 def probe() -> Any:
     """Kernel `(kind, payload, bytes, out, into, pes, first, turns, lanes, warps, blocks, only)`; one serves all of Probe.
@@ -171,26 +175,13 @@ class ProxyUnderTest:
         for p in proxies:
             p.start()
 
-    def run(
-        self,
-        kind: Any,
-        turns: int,
-        *,
-        size: int = 64,
-        out: int = 0,
-        into: int = 0,
-        pes: int = 1,
-        first: int = 0,
-        lanes: int = 1,
-        warps: int = 1,
-        blocks: int = 1,
-        only: int = -1,
-    ) -> float:
-        """Microseconds of one launch of `kind`, a Probe. Raises errors of kernel or proxy."""
+    def run(self, kind: Any, turns: int, **others: int) -> float:
+        """Microseconds of one launch of `kind`, a Probe; `others`: see `probe`. Raises errors of kernel or proxy."""
         from tilescale_net import errors
 
         kernel = probe()
-        arguments = (int(kind), self.payload, size, out, into, pes, first, turns, lanes, warps, blocks, only)
+        named = _USUAL | {"kind": int(kind), "payload": self.payload, "turns": turns} | others
+        arguments = [named[name] for name in kernel.parameters]
         spent = device_us(lambda: kernel(self._context, *arguments), self._bench.on_gpu)
         for p in self._proxies:
             found = p.error()
@@ -373,7 +364,7 @@ def stages(report: Report, bench: QueueBench, trip: dict[str, float], args: argp
             nonlocal sent
             words = dict(out=proxies.signal, into=proxies.there, first=sent)
             sent += args.trips
-            return proxies.run(Probe.ONE_WAY, args.trips, size=STAGE_BYTES, **words) / args.trips
+            return proxies.run(Probe.ONE_WAY, args.trips, bytes=STAGE_BYTES, **words) / args.trips
 
         total = in_turn({"": whole}, 1, args.repeat)[""]
         proxy = proxies.stats()

@@ -170,20 +170,11 @@ def _traced_function(operator: Operator, call: tirx.Call, name: str) -> str:
     """The call in generated code that replaces the device function `name`."""
     index = int(call.args[operator.arity])
     names = [argument.partition(":")[0] for argument in operator.args[1:]]  # behind the context
-
-    def place(*which: str) -> int:
-        return next((names.index(w) for w in which if w in names), -1)
-
-    fields = (
-        place("pe"),
-        place("sig", "words"),
-        place("i64", "signal_value"),
-        place("bytes", "row_bytes"),
-        place("rows"),
-    )
+    of_fields = ["pe"], ["sig", "words"], ["i64", "signal_value"], ["bytes", "row_bytes"], ["rows"]
+    places = [next((names.index(name) for name in field if name in names), -1) for field in of_fields]
     scope = CHOICES["Scope"][operator.traced_by or operator.scope_of(call)]
     waits = "true" if operator.operation in WAITING else "false"
-    return f"TSN_TRACED({index}, tsn::Scope::{scope}, {waits}, {', '.join(map(str, fields))}, {name})"
+    return f"TSN_TRACED({index}, tsn::Scope::{scope}, {waits}, {', '.join(map(str, places))}, {name})"
 
 
 def trace_flags(kernel: KernelSites) -> list[str]:

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -70,16 +70,14 @@ def _hash_of(stamps: tuple[tuple[str, int, int], ...]) -> str:
     return digest.hexdigest()[:16]
 
 
-def compile_flags(extra: list[str] | str | None = None, threads: int | None = None) -> list[str]:
+def compile_flags(extra: Sequence[str] = (), threads: int | None = None) -> list[str]:
     """Flags of the device compiler for every kernel, then the author's own. `threads` is the size of the kernel's
     blocks, if all have one size and one dimension. tilelang declares it as a bound only, so without it each
     primitive would compute with sizes and indices of three dimensions."""
     flags = [f"-I{shlex.quote(str(DEVICE_DIR))}", "-include", HEADER, f"-DTSN_SOURCES_HASH=0x{sources_hash()}ull"]
     if threads is not None:
         flags.append(f"-DTSN_BLOCK_THREADS={threads}")
-    if extra:
-        flags += [extra] if isinstance(extra, str) else list(extra)
-    return flags
+    return [*flags, *extra]
 
 
 @contextlib.contextmanager

@@ -20,12 +20,7 @@ def section() -> str:
         lines += ["", f"| {title} | followed | not followed | named |", "| --- | --- | --- | --- |"]
         for rule in _simulator.rules():
             if rule["of_schedules"] == of_schedules:
-                cells = (
-                    rule["what"],
-                    rule["followed"],
-                    rule["not_followed"] or "nothing",
-                    "named" if rule["named"] else "",
-                )
+                cells = rule["what"], rule["followed"], rule["not_followed"] or "nothing", "named" * rule["named"]
                 lines.append(f"| {' | '.join(map(_code, cells))} |")
     return "\n".join([*lines, "", _END])
 

@@ -197,11 +197,7 @@ def fabric_include() -> list[str] | None:
 # Debian keeps ensurepip, without which venv makes no pip, in the first package; in the second, pip itself as a wheel.
 VENV, PIP_WHEEL = "python3-venv", "python3-pip-whl"
 PATIENCE_S = 300  # a longer step hangs on a network that drops packets
-APT = [
-    "apt-get",
-    "-qq",
-    *("-o", "Acquire::Retries=1", "-o", "Acquire::http::Timeout=20", "-o", "Acquire::https::Timeout=20"),
-]
+APT = "apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20".split()
 
 
 def _pip_wheel() -> str | None:

@@ -4,6 +4,7 @@ import ctypes
 import enum
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tilescale_net import errors
 
@@ -15,30 +16,31 @@ MAX_PES = (1 << 14) - 1
 INLINE_BASES = 128
 
 
+# Types of fields, by the letters of the module struct.
+_TYPES: dict[str, Any] = {
+    "Q": ctypes.c_uint64, "q": ctypes.c_int64, "I": ctypes.c_uint32, "i": ctypes.c_int32, "H": ctypes.c_uint16,
+}  # fmt: skip
+
+
+def fields(text: str) -> list[tuple[str, Any]]:
+    """Fields of a ctypes structure: names behind the letter of their type; `name*4` is an array."""
+    found, kind = [], ctypes.c_uint64
+    for word in text.split():
+        name, _, count = word.partition("*")
+        if name in _TYPES:
+            kind = _TYPES[name]
+        else:
+            found.append((name, kind * int(count) if count else kind))
+    return found
+
+
 class ContextHeader(ctypes.Structure):
     """`tsn::Context` up to `peer_base`."""
 
-    _fields_ = [
-        ("version", ctypes.c_uint32),
-        ("bytes", ctypes.c_uint32),
-        ("my_pe", ctypes.c_int32),
-        ("n_pes", ctypes.c_int32),
-        ("node_pe", ctypes.c_int32),
-        ("n_node_pes", ctypes.c_int32),
-        ("n_queues", ctypes.c_uint32),
-        ("flags", ctypes.c_uint32),
-        ("heap_base", ctypes.c_uint64),
-        ("heap_bytes", ctypes.c_uint64),
-        ("abort_word", ctypes.c_uint64),
-        ("error", ctypes.c_uint64),
-        ("timeout_ns", ctypes.c_uint64),
-        ("queues", ctypes.c_uint64),
-        ("queue_share", ctypes.c_uint64),
-        ("trace", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint64 * 4),
-        ("aborted", ctypes.c_uint64),
-        ("reserved_line", ctypes.c_uint64 * 15),
-    ]
+    _fields_ = fields(
+        "I version bytes i my_pe n_pes node_pe n_node_pes I n_queues flags Q heap_base heap_bytes abort_word "
+        "error timeout_ns queues queue_share trace reserved*4 aborted reserved_line*15"
+    )
 
 
 HEADER_BYTES = ctypes.sizeof(ContextHeader)  # offset of peer_base
@@ -48,35 +50,15 @@ HEADER_WORDS = HEADER_BYTES // 8
 class ErrorRecord(ctypes.Structure):
     """`tsn::ErrorRecord`."""
 
-    _fields_ = [
-        ("kind", ctypes.c_uint32),
-        ("pe", ctypes.c_int32),
-        ("operation", ctypes.c_uint32),
-        ("block", ctypes.c_uint32),
-        ("address", ctypes.c_uint64),
-        ("expected", ctypes.c_uint64),
-        ("observed", ctypes.c_uint64),
-        ("bytes", ctypes.c_uint64),
-        ("claimed", ctypes.c_uint64),
-        ("comparison", ctypes.c_uint32),
-        ("line", ctypes.c_uint32),
-    ]
+    _fields_ = fields("I kind i pe I operation block Q address expected observed bytes claimed I comparison line")
 
 
-class ErrorKind(enum.IntEnum):
-    """`tsn::ErrorKind`; a text has the name with spaces."""
-
-    NO_ERROR = 0
-    WAIT_TIMEOUT = 1
-    QUEUE_TIMEOUT = 2
-    FLUSH_TIMEOUT = 3
-    PE_OUT_OF_RANGE = 4
-    NOT_SYMMETRIC = 5
-    NOT_DIRECT = 6
-    UNSUPPORTED = 7
-    BARRIERS_OVERLAP = 8
-
-
+# tsn::ErrorKind; a text has the name with spaces.
+ErrorKind = enum.IntEnum(
+    "ErrorKind",
+    "NO_ERROR WAIT_TIMEOUT QUEUE_TIMEOUT FLUSH_TIMEOUT PE_OUT_OF_RANGE NOT_SYMMETRIC NOT_DIRECT UNSUPPORTED BARRIERS_OVERLAP",
+    start=0,
+)
 # Names of tsn::Operation, by value.
 OPERATIONS = (
     "none", "put", "get", "put_signal", "put_value", "signal", "wait", "test", "atomic", "fence", "quiet", "flush",

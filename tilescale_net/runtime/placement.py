@@ -32,17 +32,7 @@ _LAUNCHERS = (
     ("PMIX_RANK", "PMIX_SIZE", None),
 )
 # Names of processes that start all ranks of one host.
-_STARTERS = (
-    "hydra_pmi_proxy",
-    "pmi_proxy",
-    "mpirun",
-    "mpiexec",
-    "mpiexec.hydra",
-    "mpispawn",
-    "orted",
-    "prted",
-    "prterun",
-)
+_STARTERS = "hydra_pmi_proxy pmi_proxy mpirun mpiexec mpiexec.hydra mpispawn orted prted prterun".split()
 
 
 @dataclass(frozen=True)

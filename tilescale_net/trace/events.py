@@ -13,7 +13,8 @@ import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+
+from tilescale_net.runtime.context import fields
 
 # -- layout -----------------------------------------------------------------------------------------------------------
 
@@ -22,63 +23,26 @@ NO_WORD = (1 << 64) - 1  # of an event without a word
 FIRST_STREAM = 100  # first track of launches timed by CUDA events; others are below
 
 
-class Kind(enum.IntEnum):
-    """tsn::TraceKind."""
-
-    KERNEL = 1
-    CALL = 2
-    WAIT = 3
-    HOST = 4
-    RANGE = 5
-    ENTRY = 6
-    TRANSFER = 7
-    STAGING = 8
-    DELIVERED = 9
-    KERNEL_RANGE = 10
+# tsn::TraceKind.
+Kind = enum.IntEnum("Kind", "KERNEL CALL WAIT HOST RANGE ENTRY TRANSFER STAGING DELIVERED KERNEL_RANGE")
 
 
 class Header(ctypes.Structure):
     """Header of a file. Python writes `rank`, `offset_ns` (added to get rank 0's clock) and the rest after it;
     `dropped`: lost events besides those that the ring has overwritten."""
 
-    _fields_ = [
-        ("magic", ctypes.c_uint64),
-        ("capacity", ctypes.c_uint64),
-        ("events", ctypes.c_uint64),
-        ("names_bytes", ctypes.c_uint64),
-        ("names_used", ctypes.c_uint64),
-        ("rank", ctypes.c_uint64),
-        ("size", ctypes.c_uint64),
-        ("offset_ns", ctypes.c_int64),
-        ("error_ns", ctypes.c_uint64),
-        ("dropped", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint64 * 6),
-    ]
+    _fields_ = fields(
+        "Q magic capacity events names_bytes names_used rank size q offset_ns Q error_ns dropped reserved*6"
+    )
 
 
 class Event(ctypes.Structure):
     """tsn::TraceEvent."""
 
-    _fields_ = [
-        ("begin_ns", ctypes.c_uint64),
-        ("end_ns", ctypes.c_uint64),
-        ("name", ctypes.c_uint32),
-        ("kind", ctypes.c_uint16),
-        ("operation", ctypes.c_uint16),
-        ("pe", ctypes.c_int32),
-        ("block", ctypes.c_uint32),
-        ("thread", ctypes.c_uint32),
-        ("line", ctypes.c_uint32),
-        ("word", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-        ("bytes", ctypes.c_uint64),
-    ]
+    _fields_ = fields("Q begin_ns end_ns I name H kind operation i pe I block thread line Q word value bytes")
 
 
-_LETTERS: dict[Any, str] = {ctypes.c_uint64: "Q", ctypes.c_uint32: "I", ctypes.c_int32: "i", ctypes.c_uint16: "H"}
-SPAN = struct.Struct(
-    "=" + "".join(_LETTERS[field[1]] for field in Event._fields_)
-)  # an Event, packed five times as fast
+SPAN = struct.Struct("=QQIHHiIIIQQQ")  # an Event, packed five times as fast
 HEADER_BYTES, EVENT_BYTES = ctypes.sizeof(Header), ctypes.sizeof(Event)
 
 

@@ -64,24 +64,13 @@ _SIGNALS = ("signal", "put_signal")
 class TraceBuffer(ctypes.Structure):
     """tsn::TraceBuffer, the header of the ring."""
 
-    _fields_ = [("claimed", ctypes.c_uint64), ("capacity", ctypes.c_uint64), ("reserved", ctypes.c_uint64 * 14)]
+    _fields_ = context.fields("Q claimed capacity reserved*14")
 
 
 class TracedCall(ctypes.Structure):
     """tsn::TracedCall."""
 
-    _fields_ = [
-        ("begin_ns", ctypes.c_uint64),
-        ("end_ns", ctypes.c_uint64),
-        ("word", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-        ("bytes", ctypes.c_uint64),
-        ("site", ctypes.c_uint32),
-        ("pe", ctypes.c_int32),
-        ("block", ctypes.c_uint32),
-        ("thread", ctypes.c_uint32),
-        ("number", ctypes.c_uint64),
-    ]
+    _fields_ = context.fields("Q begin_ns end_ns word value bytes I site i pe I block thread Q number")
 
 
 _HEAD_BYTES, _CALL_BYTES = ctypes.sizeof(TraceBuffer), ctypes.sizeof(TracedCall)
