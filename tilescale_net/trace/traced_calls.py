@@ -132,6 +132,13 @@ def signals(calls: Sequence[KnownCall]) -> list[KnownCall]:
 def write_calls(calls: Sequence[KnownCall], ring: Ring, process_ns: Callable[[int], int], now: int) -> None:
     """Add the calls to a part of the trace, two events for a waiting one. `process_ns`: translates times of the GPU.
     `now`: end of pending calls in nanoseconds of this process."""
+
+    def event_of(known: KnownCall, kind: int, end_ns: int, **more: int) -> events.Event:
+        call, site, begin = known.call, known.site, process_ns(known.call.begin_ns)
+        names = {"name": ring.name(site.name), "line": ring.name(site.line)}
+        place = {"block": call.block, "thread": call.thread}
+        return events.Event(begin, max(begin, end_ns), kind=kind, **names, **place, **more)
+
     ranges: dict[tuple[int, int], list[KnownCall]] = {}
     for known in calls:
         call, site = known.call, known.site
@@ -142,43 +149,17 @@ def write_calls(calls: Sequence[KnownCall], ring: Ring, process_ns: Callable[[in
             continue
         if site.operation == "range_end":
             if begun := ranges.get((call.block, call.thread)):  # otherwise its beginning is gone
-                ring.add(_range(begun.pop(), call, ring, process_ns))
+                end, more = process_ns(call.begin_ns), {"pe": -1, "word": events.NO_WORD}
+                ring.add(event_of(begun.pop(), events.Kind.KERNEL_RANGE, end, **more))
             continue
-        begin = process_ns(call.begin_ns)
-        event = events.Event(
-            begin_ns=begin,
-            end_ns=max(begin, process_ns(call.end_ns) if call.end_ns else now),
-            name=ring.name(site.name),
-            kind=events.Kind.CALL,
-            operation=context.OPERATIONS.index(site.operation),
-            pe=call.pe,
-            block=call.block,
-            thread=call.thread,
-            line=ring.name(site.line),
-            word=call.word,
-            value=call.value,
-            bytes=call.bytes,
-        )
+        event = event_of(
+            known, events.Kind.CALL, process_ns(call.end_ns) if call.end_ns else now, pe=call.pe, word=call.word,
+            operation=context.OPERATIONS.index(site.operation), value=call.value, bytes=call.bytes,
+        )  # fmt: skip
         ring.add(event)
         if site.operation in _WAITS:
             event.kind, event.bytes = events.Kind.WAIT, 0
             ring.add(event)
-
-
-def _range(begun: KnownCall, ended: TracedCall, ring: Ring, process_ns: Callable[[int], int]) -> events.Event:
-    """A range between the calls that begin and end it."""
-    begin = process_ns(begun.call.begin_ns)
-    return events.Event(
-        begin_ns=begin,
-        end_ns=max(begin, process_ns(ended.begin_ns)),
-        name=ring.name(begun.site.name),
-        kind=events.Kind.KERNEL_RANGE,
-        pe=-1,
-        block=ended.block,
-        thread=ended.thread,
-        line=ring.name(begun.site.line),
-        word=events.NO_WORD,
-    )
 
 
 # -- launches ---------------------------------------------------------------------------------------------------------

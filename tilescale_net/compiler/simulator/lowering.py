@@ -232,20 +232,12 @@ _install_gemm()
 
 _COPY = "tl.tileop.copy"
 _AS = {"tl.tileop.async_copy": _COPY, "tl.tileop.tma_copy": _COPY, "tl.tileop.wgmma_gemm": "tl.tileop.gemm"}
+# Kernels of a stream are serial, so T.pdl_sync waits for none.
 _NOTHING = {
-    "tirx.ptx_commit_group",
-    "tirx.ptx_wait_group",
-    "tl.fence_proxy_async",
-    "tl.no_set_max_nreg",
-    "tl.pdl_sync",  # kernels of a stream are serial
-    "tl.pdl_trigger",
-    "tl.set_max_nreg",
-    "tl.tma_store_arrive",
-    "tl.tma_store_wait",
-    "tl.warpgroup_arrive",
-    "tl.warpgroup_commit_batch",
-    "tl.warpgroup_fence_operand",
-}
+    "tirx.ptx_commit_group", "tirx.ptx_wait_group", "tl.fence_proxy_async", "tl.no_set_max_nreg", "tl.pdl_sync",
+    "tl.pdl_trigger", "tl.set_max_nreg", "tl.tma_store_arrive", "tl.tma_store_wait", "tl.warpgroup_arrive",
+    "tl.warpgroup_commit_batch", "tl.warpgroup_fence_operand",
+}  # fmt: skip
 # All lanes of a warp wait for these together, so each knows that the others have read the operands.
 _MEETINGS = {"tl.wait_wgmma", "tl.warpgroup_wait"}
 # Annotations of engines and their completion.
