@@ -181,7 +181,8 @@ class ProxyUnderTest:
 
         kernel = probe()
         named = _USUAL | {"kind": int(kind), "payload": self.payload, "turns": turns} | others
-        arguments = [named[name] for name in kernel.parameters]
+        arguments = [named.pop(name) for name in kernel.parameters]
+        assert not named, f"no arguments of a probe: {named}"
         spent = device_us(lambda: kernel(self._context, *arguments), self._bench.on_gpu)
         for p in self._proxies:
             found = p.error()

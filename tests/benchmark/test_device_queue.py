@@ -89,7 +89,7 @@ def test_probes_push_as_documented():
         proxies.run(Probe.QUEUE_TRIP_PUBLISHED, 9)
         two = proxies.stats()
     with bench.pair("tcp;ofi_rxm", 64) as proxies:
-        proxies.run(Probe.ONE_WAY, 6, size=256, out=proxies.signal, into=proxies.there, first=10)
+        proxies.run(Probe.ONE_WAY, 6, bytes=256, out=proxies.signal, into=proxies.there, first=10)
         proxies.drain()
         three = proxies.stats()
         word = ctypes.c_uint64.from_address(proxies.there).value if not bench.on_gpu else 16
