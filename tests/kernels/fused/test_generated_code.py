@@ -153,7 +153,8 @@ def test_threads_overwrite_tiles_after_their_tma_stores(tools, name):  # noqa: F
         ("wait" if "wait" in m[0] else "store" if "store" in m[0] else "barrier")
         for m in re.finditer(pattern, _code(name).source)
     ]
-    stores = [i for i, step in enumerate(steps) if step == "store"]
+    # A tile of 256 columns is four stores, a loop in the source of newer tilelang.
+    stores = [i for i, step in enumerate(steps) if step == "store" and steps[i - 1] != "store"]
     assert len(stores) >= 2
     for i in stores:
         assert steps[i - 3 : i] == ["wait", "barrier", "barrier"], steps
