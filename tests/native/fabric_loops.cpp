@@ -15,7 +15,7 @@
 using namespace tsn;
 using namespace tsn::bench;
 
-static std::string exchange(int socket, const std::string& mine) {
+static std::string swap_addresses(int socket, const std::string& mine) {
   uint64_t size = mine.size();
   if (write(socket, &size, 8) != 8 || write(socket, mine.data(), size) != (ssize_t)size) exit(1);
   if (recv(socket, &size, 8, MSG_WAITALL) != 8) exit(1);
@@ -46,7 +46,7 @@ int main(int argc, char** argv) {
     options.message_buffers = mode == "write" ? 16 : 0;
     options.delivery_complete = false;
     Session session(options, 2, 32 << 20, 20);
-    session.connect(first, exchange(socket, session.address()));
+    session.connect(first, swap_addresses(socket, session.address()));
     for (int i = 0; i < repeat; i++) {
       double figure = 0;
       if (mode == "pingpong") {
