@@ -228,7 +228,9 @@ class SendRecv(Collective):
         self._expected[pe] = out.nbytes
         kernel = recv(self.n_pes, **self._geometry)
         words = memory["arrived"], memory["taken"], self._received, status
-        self._launch_checked(kernel, tensor, out.nbytes, pe, memory["inbox"], *words)
+        kernel(tensor, out.nbytes, pe, memory["inbox"], *words)
+        if self.device.type == "cpu":  # the simulator has run the kernel by now
+            self._raise_mismatch()
         return out
 
     def _message(self, name: str, tensor, pe_name: str, pe) -> torch.Tensor:

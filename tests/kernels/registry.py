@@ -333,12 +333,14 @@ MUTANTS = {
     "gather without wait for data": Mutant("exchange", ARRIVED, "all-gather"),
     "gather without fence": Mutant("exchange", ", fence=True", "all-gather", ""),
     "gather without quiet": Mutant("exchange", "N.quiet(thread)", "all-gather, many calls"),
-    "gather that does not count its calls": _often("exchange", "calls[block] = call", "all-gather"),
+    "gather that does not count its calls": _often("exchange", "end_call(calls, block, call, thread)", "all-gather"),
     "stores without wait for room": Mutant("exchange", READY[0], "all-gather by stores", READY[1]),
     "stores without wait for data": _often("exchange", ARRIVED, "all-gather by stores"),
     "few bytes without wait for data": _often("buffered", ARRIVED, "few bytes", nodes=2),
     "few bytes with one inbox": Mutant("buffered", 'T.cast(call % T.uint64(2), "int32")', "few bytes", "T.int32(0)", 2),
-    "few bytes that does not count its calls": Mutant("buffered", "calls[block] = call", "few bytes", nodes=2),
+    "few bytes that does not count its calls": Mutant(
+        "buffered", "end_call(calls, block, call, thread)", "few bytes", nodes=2
+    ),
     "all-to-all without wait for data": _often("exchange", ARRIVED, "all-to-all"),
     "uneven without wait for data": Mutant("all_to_all", ARRIVED, "all-to-all, uneven, many calls"),
     "uneven without fence": _often("all_to_all", ", fence=True", "all-to-all, uneven, many calls", ""),

@@ -107,4 +107,4 @@ def test_finalize_waits_for_kernels_of_other_threads():
     if rank == 0:
         thread.join()
     tsn.init("4M")
-    assert said == ["WaitTimeout"] * (rank == 0)
+    assert said == ["WaitTimeout"] * (rank == 0), said
