@@ -704,9 +704,13 @@ class Collective(MadeByRanks, metaclass=_Constructed):
         except tsn.TileScaleError:
             self._raise_mismatch()
             raise
-        if self.device.type == "cpu":  # the simulator has run the kernel by now
-            self._raise_mismatch()
+        self._raise_mismatch_if_simulated()
         return result
+
+    def _raise_mismatch_if_simulated(self) -> None:
+        """Raise a mismatch at once in the simulator, which has run the kernel when a launch returns."""
+        if self.device.type == "cpu":
+            self._raise_mismatch()
 
     # -- repeated calls ---------------------------------------------------------------------------------------------
 

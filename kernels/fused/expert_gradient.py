@@ -124,20 +124,8 @@ def expert_gradient(experts, m, n, dtype, tile=(128, 256, 32), stages=8, slots=6
                     firsts[e] = T.if_then_else(rows > 0, offsets[e], capacity)
             T.sync_threads()
             multiply_group = lambda group, total: multiply_all(  # noqa: E731
-                group,
-                job,
-                left_ring,
-                right_ring,
-                result,
-                total,
-                full,
-                empty,
-                right_full,
-                right_empty,
-                depths,
-                out,
-                thread,
-            )
+                group, job, left_ring, right_ring, result, total, full, empty, right_full, right_empty, depths, out, thread
+            )  # fmt: skip
             if thread < 128:
                 T.dec_max_nreg(40)
                 if thread < 32:
@@ -177,19 +165,15 @@ def expert_gradient(experts, m, n, dtype, tile=(128, 256, 32), stages=8, slots=6
 
 
 def gradient_of_experts(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    counts: torch.Tensor,
-    offsets: torch.Tensor,
-    *,
+    left: torch.Tensor, right: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, *,
     tiling: GradientTiling | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """The transpose of each expert's rows of `left` times its rows of `right`, accumulated in float32.
 
     Args:
         left, right: [capacity, m] and [capacity, n], contiguous, torch.bfloat16 or torch.float16; zero in padding.
         counts, offsets: int32, [experts] rows of each expert and [experts + 1] their first rows, multiples of the depth of
-            a tile (64), of a dispatch.
+            a tile (32), of a dispatch.
         tiling: geometry; default `DEFAULT`.
 
     Returns:
